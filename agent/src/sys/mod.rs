@@ -1,0 +1,1 @@
+//! Every direct system call and every `unsafe` of the agent.

@@ -1,0 +1,1 @@
+//! Test harness: network namespaces, scratch cgroups, a private containerd node, traffic.

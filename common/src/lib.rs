@@ -1,0 +1,4 @@
+//! Types and decisions shared by the eBPF programs and the agent.
+//!
+//! Everything here runs in the kernel and on the host, so that the host's tests cover what the kernel does.
+#![no_std]
