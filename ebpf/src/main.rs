@@ -1,15 +1,65 @@
+//! The kernel half: entry points only. The decisions are in `nobypass_common::verdict`.
+
 #![no_std]
 #![no_main]
-use aya_ebpf::{macros::cgroup_skb, programs::SkBuffContext};
 
+mod connect;
+mod count;
+mod egress;
+mod facts;
+mod ingress;
+mod lifecycle;
+mod maps;
+mod packet;
+mod pod;
+
+use aya_ebpf::macros::{cgroup_skb, cgroup_sock_addr, tracepoint};
+use aya_ebpf::programs::{SkBuffContext, SockAddrContext, TracePointContext};
+
+/// `cgroup_skb` return codes (`bpf_prog_run_array_cg_flags`,
+/// <https://github.com/torvalds/linux/blob/v6.12/include/linux/bpf-cgroup.h#L176>).
+const DROP: i32 = 0;
+const PASS: i32 = 1;
+
+/// Judges what leaves a pod.
 #[cgroup_skb(egress)]
-fn nobypass_egress(_ctx: SkBuffContext) -> i32 {
-    1
+pub fn nb_egress(ctx: SkBuffContext) -> i32 {
+    egress::run(&ctx)
+}
+
+/// Judges connections that arrive at a pod.
+#[cgroup_skb(ingress)]
+pub fn nb_ingress(ctx: SkBuffContext) -> i32 {
+    ingress::run(&ctx)
+}
+
+/// Refuses connect(2) of pods that are known to bypass.
+#[cgroup_sock_addr(connect4)]
+pub fn nb_connect4(ctx: SockAddrContext) -> i32 {
+    connect::v4(&ctx)
+}
+
+/// See [`nb_connect4`].
+#[cgroup_sock_addr(connect6)]
+pub fn nb_connect6(ctx: SockAddrContext) -> i32 {
+    connect::v6(&ctx)
+}
+
+/// Knows a pod before its first process.
+#[tracepoint]
+pub fn nb_mkdir(ctx: TracePointContext) -> u32 {
+    lifecycle::mkdir(&ctx)
+}
+
+/// Forgets a pod.
+#[tracepoint]
+pub fn nb_rmdir(ctx: TracePointContext) -> u32 {
+    lifecycle::rmdir(&ctx)
 }
 
 #[cfg(not(test))]
 #[panic_handler]
-fn panic(_info: &core::panic::PanicInfo) -> ! {
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 

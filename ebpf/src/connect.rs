@@ -1,0 +1,97 @@
+//! `cgroup/connect4` and `connect6`: refuse at once what egress would drop anyway.
+//!
+//! These hooks run before routing and cannot see whether this connection would be redirected. They refuse only
+//! where the agent has confirmed that the pod's connections of that family are not (`POD_FASTFAIL4`/`6`).
+
+use aya_ebpf::bindings::bpf_sock_addr;
+use aya_ebpf::helpers::generated::bpf_get_current_ancestor_cgroup_id;
+use aya_ebpf::programs::SockAddrContext;
+use nobypass_common::abi::{POD_EXEMPT_IDS, POD_FASTFAIL4, POD_FASTFAIL6};
+use nobypass_common::headers::{Addresses, IPPROTO_TCP, Transport};
+use nobypass_common::ids::{Counter, Hook, Mode, PodKind};
+use nobypass_common::verdict::{self, Packet};
+
+use crate::count::Tally;
+use crate::facts::port_or_network_exempt;
+use crate::pod;
+
+/// Return codes: 0 makes connect(2) fail with EPERM.
+const REFUSE: i32 = 0;
+const ALLOW: i32 = 1;
+
+/// Judges a connect(2) of an IPv4 socket.
+#[inline(always)]
+pub fn v4(ctx: &SockAddrContext) -> i32 {
+    let mut destination = [0u8; 16];
+    // SAFETY: fields of the context, 4-byte reads.
+    let word = unsafe { core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip4) };
+    destination[..4].copy_from_slice(&word.to_ne_bytes());
+    judge(ctx.sock_addr, 4, destination, POD_FASTFAIL4)
+}
+
+/// Judges a connect(2) of an IPv6 socket, which may be to an IPv4-mapped address.
+#[inline(always)]
+pub fn v6(ctx: &SockAddrContext) -> i32 {
+    // SAFETY: fields of the context, 4-byte reads.
+    let words = unsafe {
+        [
+            core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip6[0]),
+            core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip6[1]),
+            core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip6[2]),
+            core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip6[3]),
+        ]
+    };
+    let mut destination = [0u8; 16];
+    if words[0] == 0 && words[1] == 0 && words[2] == 0xffff_u32.to_be() {
+        destination[..4].copy_from_slice(&words[3].to_ne_bytes());
+        return judge(ctx.sock_addr, 4, destination, POD_FASTFAIL4);
+    }
+    destination[..4].copy_from_slice(&words[0].to_ne_bytes());
+    destination[4..8].copy_from_slice(&words[1].to_ne_bytes());
+    destination[8..12].copy_from_slice(&words[2].to_ne_bytes());
+    destination[12..].copy_from_slice(&words[3].to_ne_bytes());
+    judge(ctx.sock_addr, 6, destination, POD_FASTFAIL6)
+}
+
+#[inline(always)]
+fn judge(addr: *mut bpf_sock_addr, family: u8, destination: [u8; 16], fastfail: u32) -> i32 {
+    let Some(config) = pod::config() else { return ALLOW };
+    // SAFETY: fields of the context, 4-byte reads.
+    let (protocol, port) = unsafe {
+        (
+            core::ptr::read_volatile(&raw const (*addr).protocol),
+            core::ptr::read_volatile(&raw const (*addr).user_port),
+        )
+    };
+    if protocol != u32::from(IPPROTO_TCP) || verdict::is_loopback(family, &destination) {
+        return ALLOW;
+    }
+    // SAFETY: no memory is touched.
+    let owner = pod::owner(config, |level| unsafe { bpf_get_current_ancestor_cgroup_id(level as i32) });
+    let Some(policy) = owner.policy else { return ALLOW };
+    if policy.kind != PodKind::Meshed.code()
+        || policy.flags & fastfail == 0
+        || verdict::effective_mode(config.mode, policy.mode) != Mode::Enforce.code()
+        // Egress knows these exemptions, this hook does not.
+        || policy.flags & POD_EXEMPT_IDS != 0
+        || policy.proxy_cgroup == 0
+        // SAFETY: no memory is touched.
+        || unsafe { bpf_get_current_ancestor_cgroup_id(policy.level as i32 + 1) } == policy.proxy_cgroup
+    {
+        return ALLOW;
+    }
+    // `user_port` is in network order in the lower half.
+    let dport = u16::from_be(port as u16);
+    let packet = Packet {
+        family,
+        addresses: Addresses { source: [0; 16], destination },
+        transport: Transport::Syn { sport: 0, dport },
+        ifindex: 0,
+        mark: 0,
+    };
+    if port_or_network_exempt(policy, &packet, dport, Hook::Egress) {
+        return ALLOW;
+    }
+    Tally::of(owner.id).add(Counter::FastFail);
+    REFUSE
+}

@@ -1,0 +1,197 @@
+//! What the decision table asks of the kernel.
+
+use aya_ebpf::EbpfContext as _;
+use aya_ebpf::bindings::{__sk_buff, bpf_sock};
+use aya_ebpf::helpers::generated::{bpf_sk_storage_get, bpf_skb_ancestor_cgroup_id};
+use aya_ebpf::helpers::{bpf_get_socket_uid, bpf_ktime_get_ns, bpf_sk_fullsock, bpf_tcp_sock};
+use aya_ebpf::maps::lpm_trie::Key;
+use aya_ebpf::programs::SkBuffContext;
+use nobypass_common::abi::{
+    CidrKey, ID_IFINDEX, ID_UID, IdKey, POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, PodPolicy, PortKey,
+};
+use nobypass_common::headers::IPPROTO_TCP;
+use nobypass_common::ids::Hook;
+use nobypass_common::verdict::{Facts, Packet, SynOrigin};
+
+use crate::maps::{EXEMPT_CIDRS, EXEMPT_IDS, EXEMPT_PORTS, NODE_ADDRS, SYN_MARKS};
+
+/// Values of `SYN_MARKS`: what happened to a socket's earlier SYN. No mark: it passed and was counted.
+pub const MARK_HELD: u32 = 1;
+pub const MARK_DROPPED: u32 = 2;
+pub const MARK_COUNTED: u32 = 3;
+
+/// `BPF_SK_STORAGE_GET_F_CREATE`.
+const CREATE: u64 = 1;
+
+/// The facts of one packet.
+pub struct SkbFacts {
+    skb: *mut __sk_buff,
+    hook: Hook,
+    family: u8,
+    /// What [`Facts::syn_origin`] found, for [`SkbFacts::remember`].
+    pub origin: Option<SynOrigin>,
+}
+
+impl SkbFacts {
+    #[inline(always)]
+    pub fn new(ctx: &SkBuffContext, hook: Hook, family: u8) -> Self {
+        Self { skb: ctx.as_ptr().cast(), hook, family, origin: None }
+    }
+
+    /// The full socket, if the packet has one.
+    #[inline(always)]
+    fn socket(&self) -> Option<*mut bpf_sock> {
+        // SAFETY: a field of the context; the verifier wants the null checks that follow.
+        let sk = unsafe { (*self.skb).__bindgen_anon_2.sk };
+        if sk.is_null() {
+            return None;
+        }
+        // SAFETY: not null.
+        let sk = unsafe { bpf_sk_fullsock(sk) };
+        if sk.is_null() { None } else { Some(sk) }
+    }
+
+    /// Marks the socket of a TCP SYN, so that its retransmits are judged but never counted twice.
+    #[inline(always)]
+    pub fn remember(&self, mark: u32) {
+        let Some(sk) = self.socket() else { return };
+        let value = mark_of(sk, CREATE);
+        if !value.is_null() {
+            // SAFETY: not null, and four bytes long.
+            unsafe { *value = mark };
+        }
+    }
+}
+
+impl Facts for SkbFacts {
+    #[inline(always)]
+    fn now_ns(&mut self) -> u64 {
+        // SAFETY: no memory is touched.
+        unsafe { bpf_ktime_get_ns() }
+    }
+
+    #[inline(always)]
+    fn socket_destination(&mut self) -> Option<[u8; 16]> {
+        let sk = self.socket()?;
+        let mut address = [0u8; 16];
+        // The packet's family decides: an AF_INET6 socket has valid IPv4 fields only while it speaks IPv4.
+        // `read_volatile` keeps each access a plain 4-byte one, which is all the verifier allows here.
+        if self.family == 4 {
+            // SAFETY: a full socket.
+            let word = unsafe { core::ptr::read_volatile(&raw const (*sk).dst_ip4) };
+            address[..4].copy_from_slice(&word.to_ne_bytes());
+        } else {
+            // SAFETY: as above.
+            let words = unsafe {
+                [
+                    core::ptr::read_volatile(&raw const (*sk).dst_ip6[0]),
+                    core::ptr::read_volatile(&raw const (*sk).dst_ip6[1]),
+                    core::ptr::read_volatile(&raw const (*sk).dst_ip6[2]),
+                    core::ptr::read_volatile(&raw const (*sk).dst_ip6[3]),
+                ]
+            };
+            address[..4].copy_from_slice(&words[0].to_ne_bytes());
+            address[4..8].copy_from_slice(&words[1].to_ne_bytes());
+            address[8..12].copy_from_slice(&words[2].to_ne_bytes());
+            address[12..].copy_from_slice(&words[3].to_ne_bytes());
+        }
+        Some(address)
+    }
+
+    #[inline(always)]
+    fn ancestor(&mut self, level: u32) -> u64 {
+        ancestor(self.skb, level)
+    }
+
+    #[inline(always)]
+    fn uid(&mut self) -> u32 {
+        // SAFETY: the context.
+        unsafe { bpf_get_socket_uid(self.skb) }
+    }
+
+    #[inline(always)]
+    fn syn_origin(&mut self) -> SynOrigin {
+        let origin = self.find_origin();
+        self.origin = Some(origin);
+        origin
+    }
+
+    #[inline(always)]
+    fn exempt(&mut self, policy: &PodPolicy, packet: &Packet, dport: u16) -> bool {
+        if port_or_network_exempt(policy, packet, dport, self.hook) {
+            return true;
+        }
+        if policy.flags & POD_EXEMPT_IDS == 0 {
+            return false;
+        }
+        let uid = IdKey { set: policy.exempt_set, kind: ID_UID, value: self.uid() };
+        let device = IdKey { set: policy.exempt_set, kind: ID_IFINDEX, value: packet.ifindex };
+        // SAFETY: only presence matters.
+        unsafe { EXEMPT_IDS.get(uid).is_some() || EXEMPT_IDS.get(device).is_some() }
+    }
+
+    #[inline(always)]
+    fn node_address(&mut self, address: &[u8; 16]) -> bool {
+        // SAFETY: only presence matters.
+        unsafe { NODE_ADDRS.get(address).is_some() }
+    }
+}
+
+impl SkbFacts {
+    #[inline(always)]
+    fn find_origin(&self) -> SynOrigin {
+        let Some(sk) = self.socket() else { return SynOrigin::Raw };
+        // SAFETY: a full socket.
+        let tcp = unsafe { bpf_tcp_sock(sk) };
+        if tcp.is_null() {
+            return SynOrigin::Raw;
+        }
+        // SAFETY: not null.
+        if unsafe { core::ptr::read_volatile(&raw const (*tcp).total_retrans) } == 0 {
+            return SynOrigin::First;
+        }
+        let mark = mark_of(sk, 0);
+        if mark.is_null() {
+            return SynOrigin::Retry;
+        }
+        // SAFETY: not null, and four bytes long.
+        match unsafe { *mark } {
+            MARK_HELD => SynOrigin::RetryOfHeld,
+            MARK_DROPPED => SynOrigin::RetryOfDropped,
+            _ => SynOrigin::Retry,
+        }
+    }
+}
+
+/// A socket's mark, null where it has none. aya's wrapper takes only `connect` contexts.
+#[inline(always)]
+fn mark_of(sk: *mut bpf_sock, flags: u64) -> *mut u32 {
+    let map = (&raw const SYN_MARKS).cast_mut().cast();
+    // SAFETY: the map's address is what the loader relocates; a full socket; null or the socket's own value.
+    unsafe { bpf_sk_storage_get(map, sk.cast(), core::ptr::null_mut(), flags).cast() }
+}
+
+/// The cgroup id of the packet's socket at a level; 0 if its cgroup is above it.
+#[inline(always)]
+pub fn ancestor(skb: *mut __sk_buff, level: u32) -> u64 {
+    // SAFETY: the context.
+    unsafe { bpf_skb_ancestor_cgroup_id(skb, level as i32) }
+}
+
+/// Whether a pod's exempt ports or networks cover a connection.
+#[inline(always)]
+pub fn port_or_network_exempt(policy: &PodPolicy, packet: &Packet, dport: u16, hook: Hook) -> bool {
+    if policy.flags & POD_EXEMPT_PORTS != 0 {
+        let key = PortKey::new(policy.exempt_set, IPPROTO_TCP, hook.code() as u8, dport);
+        if EXEMPT_PORTS.get(Key::new(PortKey::FIXED_BITS + 16, key)).is_some() {
+            return true;
+        }
+    }
+    if policy.flags & POD_EXEMPT_CIDRS != 0 && matches!(hook, Hook::Egress) {
+        let key = CidrKey::new(policy.exempt_set, packet.family, packet.addresses.destination);
+        if EXEMPT_CIDRS.get(Key::new(CidrKey::FIXED_BITS + 128, key)).is_some() {
+            return true;
+        }
+    }
+    false
+}

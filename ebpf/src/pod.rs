@@ -1,0 +1,104 @@
+//! Whose packet it is.
+
+use aya_ebpf::helpers::bpf_ktime_get_ns;
+use nobypass_common::abi::{Config, MAX_LEVELS, MAX_PARENTS, PodPolicy};
+use nobypass_common::ids::PodKind;
+
+use crate::maps::{CONFIG, POLICY};
+
+/// Update flag: only if there is no entry (`BPF_NOEXIST`).
+const NO_EXIST: u64 = 1;
+
+/// The pod of a socket or process.
+pub struct Owner {
+    /// The pod's cgroup id; 0 if it belongs to no pod.
+    pub id: u64,
+    /// Its entry in `POLICY`; `None` if there is none and none could be added.
+    pub policy: Option<&'static PodPolicy>,
+}
+
+/// The node's settings, `None` before the agent has written them.
+#[inline(always)]
+pub fn config() -> Option<&'static Config> {
+    let config = CONFIG.get(0)?;
+    if config.mode == 0 { None } else { Some(config) }
+}
+
+/// Finds the pod, given the cgroup id of the ancestor at a level (0 above the cgroup's own level).
+#[inline(always)]
+pub fn owner(config: &Config, mut ancestor: impl FnMut(u32) -> u64) -> Owner {
+    let mut turn = 0;
+    while turn < MAX_LEVELS {
+        if turn >= config.level_count as usize {
+            break;
+        }
+        let id = ancestor(config.pod_levels[turn]);
+        if id != 0
+            && let Some(policy) = get(id)
+            && policy.kind != PodKind::Qos.code()
+        {
+            return Owner { id, policy: Some(policy) };
+        }
+        turn += 1;
+    }
+    unlisted(config, ancestor)
+}
+
+/// A pod without an entry: made before the tracepoint was there, or the map was full. It is one level below its
+/// parent, or two below a QoS class.
+#[inline(always)]
+fn unlisted(config: &Config, mut ancestor: impl FnMut(u32) -> u64) -> Owner {
+    let mut turn = 0;
+    while turn < MAX_PARENTS {
+        if turn >= config.parent_count as usize {
+            break;
+        }
+        let parent = &config.parents[turn];
+        if ancestor(parent.level) == parent.cgroup_id {
+            let mut level = parent.level + 1;
+            let mut id = ancestor(level);
+            if id != 0
+                && let Some(entry) = get(id)
+                && entry.kind == PodKind::Qos.code()
+            {
+                level += 1;
+                id = ancestor(level);
+            }
+            if id == 0 {
+                return Owner { id: 0, policy: None };
+            }
+            add(id, level, PodKind::Unknown);
+            return Owner { id, policy: get(id) };
+        }
+        turn += 1;
+    }
+    Owner { id: 0, policy: None }
+}
+
+/// Adds an entry unless there is one.
+#[inline(always)]
+pub fn add(id: u64, level: u32, kind: PodKind) -> bool {
+    // SAFETY: no memory is touched.
+    let since_ns = unsafe { bpf_ktime_get_ns() };
+    let entry = PodPolicy {
+        kind: kind.code(),
+        mode: 0,
+        flags: 0,
+        level,
+        proxy_cgroup: 0,
+        since_ns,
+        revision: 0,
+        proxy_uid: 0,
+        exempt_set: 0,
+        mark: 0,
+        mark_mask: 0,
+    };
+    POLICY.insert(id, entry, NO_EXIST).is_ok() || get(id).is_some()
+}
+
+#[inline(always)]
+fn get(id: u64) -> Option<&'static PodPolicy> {
+    // SAFETY: entries of a preallocated hash stay mapped; a concurrent update is seen whole or not at all by
+    // 8-byte words, and every word stands for itself.
+    unsafe { POLICY.get(id) }
+}
