@@ -3,5 +3,6 @@
 //! The binary is `main.rs`; this library exists so that integration tests and benchmarks reach the modules.
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
+pub mod bpf;
 pub mod cli;
 pub mod sys;

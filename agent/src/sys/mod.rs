@@ -1,1 +1,8 @@
 //! Every direct system call and every `unsafe` of the agent.
+
+pub mod bpf;
+pub mod caps;
+pub mod clock;
+pub mod mount;
+pub mod poll;
+pub mod process;

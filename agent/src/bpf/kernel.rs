@@ -1,0 +1,545 @@
+//! Loading, attaching and adopting.
+//!
+//! Links and maps are pinned: without an agent they go on working, and the next agent takes them over. A link is
+//! never removed and made anew but updated in place, so that no packet passes between two programs.
+
+use std::fs;
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+
+use aya::programs::links::FdLink;
+use aya::programs::trace_point::TracePointLink;
+use aya::programs::{
+    CgroupAttachMode, CgroupSkb, CgroupSkbAttachType, CgroupSockAddr, ProgramError, ProgramFd, TracePoint,
+};
+use aya::{Ebpf, EbpfLoader, VerifierLogLevel};
+use nobypass_common::abi::{Config, MAX_LEVELS, MAX_PARENTS};
+use nobypass_common::cgroup_path;
+
+use super::error::{BpfError, Chain};
+use super::hooks::Hook;
+use super::maps::{Maps, PER_POD, PINNED};
+use super::pins::PinDir;
+use super::OBJECT;
+use crate::sys::bpf as raw;
+
+/// A cgroup whose descendants are pods.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// Its directory.
+    pub path: PathBuf,
+    /// Its path below the cgroup root: `/kubepods`.
+    pub below_root: String,
+    /// Its level; the root is 0.
+    pub level: u32,
+    /// Its cgroup id.
+    pub cgroup_id: u64,
+}
+
+/// What [`Kernel::start`] needs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// `--bpf-dir`.
+    pub dir: PathBuf,
+    /// Pods that the maps shall have room for.
+    pub max_pods: u32,
+    /// The settings to start with; parents and levels are filled in here.
+    pub config: Config,
+}
+
+/// A hook that does not work, and why. Egress is never among them: without it nothing starts.
+#[derive(Clone, Debug)]
+pub struct Degraded {
+    /// The hook.
+    pub hook: Hook,
+    /// What happened.
+    pub reason: String,
+}
+
+/// The running kernel half.
+#[derive(Debug)]
+pub struct Kernel {
+    /// Typed maps.
+    pub maps: Maps,
+    ebpf: Ebpf,
+    dir: PinDir,
+    config: Config,
+    parents: Vec<Parent>,
+    degraded: Vec<Degraded>,
+    adopted: bool,
+    /// Tracepoint links that this kernel cannot pin (before 5.15): they live as long as the agent.
+    unpinned: Vec<TracePointLink>,
+    _lock: File,
+}
+
+impl Kernel {
+    /// Loads the programs, adopts or makes the pins, and attaches to the parents.
+    ///
+    /// # Errors
+    /// [`BpfError`]; nothing new stays attached then, and what an earlier agent attached stays as it was.
+    pub fn start(options: &Options, parents: &[Parent]) -> Result<Self, BpfError> {
+        let dir = PinDir::new(&options.dir);
+        dir.prepare()?;
+        let lock = dir.lock()?;
+        let adopted = dir.map("CONFIG").exists();
+        for parent in parents {
+            check_not_stacked(&dir, parent)?;
+        }
+        let mut ebpf = load_object(&dir, options.max_pods)?;
+        check_layouts(&dir)?;
+        let mut degraded = Vec::new();
+        load_programs(&mut ebpf, &mut degraded)?;
+        let maps = Maps::open(&dir)?;
+        let mut kernel = Self {
+            maps,
+            ebpf,
+            dir,
+            config: options.config,
+            parents: Vec::new(),
+            degraded,
+            adopted,
+            unpinned: Vec::new(),
+            _lock: lock,
+        };
+        kernel.maps.beat()?;
+        kernel.set_parents(parents)?;
+        kernel.attach_tracepoints()?;
+        let old = kernel.dir.remove_others()?;
+        if old > 0 {
+            tracing::info!(pins = old, "removed the pins of another version");
+        }
+        Ok(kernel)
+    }
+
+    /// Whether the maps of an earlier agent were taken over.
+    pub const fn adopted(&self) -> bool {
+        self.adopted
+    }
+
+    /// Where the programs are attached.
+    pub fn parents(&self) -> &[Parent] {
+        &self.parents
+    }
+
+    /// Hooks that do not work.
+    pub fn degraded(&self) -> &[Degraded] {
+        &self.degraded
+    }
+
+    /// The pin directory.
+    pub const fn dir(&self) -> &PinDir {
+        &self.dir
+    }
+
+    /// The object, for the log reader.
+    pub const fn object(&mut self) -> &mut Ebpf {
+        &mut self.ebpf
+    }
+
+    /// Makes the programs judge the pods below these parents: settings first, then the links, then links of
+    /// parents that are gone.
+    ///
+    /// # Errors
+    /// [`BpfError`].
+    pub fn set_parents(&mut self, parents: &[Parent]) -> Result<(), BpfError> {
+        self.config = with_parents(self.config, parents);
+        self.maps.set_config(&self.config)?;
+        for parent in parents {
+            for hook in Hook::CGROUP {
+                self.attach_cgroup(hook, parent)?;
+            }
+        }
+        self.parents = parents.to_vec();
+        self.remove_links_of_other_parents();
+        Ok(())
+    }
+
+    /// Changes the settings; parents stay.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_config(&mut self, change: impl FnOnce(&mut Config)) -> Result<(), BpfError> {
+        // What the command line changed meanwhile counts.
+        let mut config = self.maps.config()?;
+        change(&mut config);
+        self.config = with_parents(config, &self.parents);
+        self.maps.set_config(&self.config)
+    }
+
+    /// Hooks and whether they are in effect: the kernel's answer, not ours.
+    pub fn effective(&self) -> Vec<(Hook, bool)> {
+        let mut effective = Vec::with_capacity(Hook::ALL.len());
+        for hook in Hook::CGROUP {
+            let everywhere = self.parents.iter().all(|parent| self.is_effective(hook, parent));
+            effective.push((hook, everywhere && !self.parents.is_empty()));
+        }
+        for hook in Hook::TRACEPOINT {
+            let attached = self.dir.link(hook, None).exists() || !self.unpinned.is_empty();
+            effective.push((hook, attached && !self.degraded.iter().any(|degraded| degraded.hook == hook)));
+        }
+        effective
+    }
+
+    fn is_effective(&self, hook: Hook, parent: &Parent) -> bool {
+        let (Some(attach_type), Ok(cgroup)) = (hook.attach_type(), File::open(&parent.path)) else {
+            return false;
+        };
+        let Ok(link) = raw::open_pin(&self.dir.link(hook, Some(parent.cgroup_id))) else { return false };
+        let Ok(Some(link)) = raw::cgroup_link(link.as_fd()) else { return false };
+        link.cgroup_id == parent.cgroup_id
+            && raw::attached(cgroup.as_fd(), attach_type, true)
+                .is_ok_and(|attached| attached.programs.contains(&link.program_id))
+    }
+
+    fn is_degraded(&self, hook: Hook) -> bool {
+        self.degraded.iter().any(|degraded| degraded.hook == hook)
+    }
+
+    /// Updates the pinned link in place, or makes one.
+    fn attach_cgroup(&mut self, hook: Hook, parent: &Parent) -> Result<(), BpfError> {
+        let Some(attach_type) = hook.attach_type() else { return Ok(()) };
+        if self.is_degraded(hook) {
+            return Ok(());
+        }
+        let pin = self.dir.link(hook, Some(parent.cgroup_id));
+        if let Ok(link) = raw::open_pin(&pin) {
+            let program = program_fd(&mut self.ebpf, hook)?;
+            match raw::update_link(link.as_fd(), program.as_fd()) {
+                Ok(()) => return Ok(()),
+                // The cgroup was removed and made again: this link is attached to nothing.
+                Err(error) if error.raw_os_error() == Some(libc::ENOLINK) => {
+                    fs::remove_file(&pin)
+                        .map_err(|source| BpfError::Pin { what: "remove", path: pin.clone(), source })?;
+                }
+                Err(source) => {
+                    return Err(BpfError::Attach {
+                        hook: hook.label(),
+                        cgroup: parent.path.clone(),
+                        source: Box::new(source),
+                        remedy: "the link of an earlier agent cannot be updated; `nobypass cleanup` removes it"
+                            .into(),
+                    });
+                }
+            }
+        }
+        let cgroup = File::open(&parent.path)
+            .map_err(|source| BpfError::Pin { what: "open", path: parent.path.clone(), source })?;
+        let attached = attach_program(&mut self.ebpf, hook, &cgroup);
+        let link = match attached {
+            Ok(link) => link,
+            Err(source) => {
+                let error = explain_refusal(hook, attach_type, parent, source);
+                if hook == Hook::Egress {
+                    return Err(error);
+                }
+                self.degrade(hook, error.to_string());
+                return Ok(());
+            }
+        };
+        pin_link(link, &pin)
+    }
+
+    fn attach_tracepoints(&mut self) -> Result<(), BpfError> {
+        for hook in Hook::TRACEPOINT {
+            if self.is_degraded(hook) {
+                continue;
+            }
+            match attach_tracepoint(&mut self.ebpf, hook) {
+                Err(source) => self.degrade(hook, Chain(Box::new(source)).to_string()),
+                Ok(link) => self.keep_tracepoint(hook, link)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The kernel updates no tracepoint link: the new one runs beside the old for a moment, which changes
+    /// nothing (an entry is only made where there is none), then takes over its pin.
+    fn keep_tracepoint(&mut self, hook: Hook, link: TracePointLink) -> Result<(), BpfError> {
+        match FdLink::try_from(link) {
+            Ok(link) => {
+                let pin = self.dir.link(hook, None);
+                let new = pin.with_file_name(format!("link_{}_new", hook.label()));
+                let _ = fs::remove_file(&new);
+                pin_link(link, &new)?;
+                fs::rename(&new, &pin).map_err(|source| BpfError::Pin { what: "rename", path: new, source })
+            }
+            Err(error) => {
+                tracing::warn!(hook = hook.label(), %error, "this kernel cannot pin tracepoints: new pods are known \
+                    at their first packet while no agent runs");
+                // The conversion consumed the link: attach again, and keep it.
+                if let Ok(link) = attach_tracepoint(&mut self.ebpf, hook) {
+                    self.unpinned.push(link);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn degrade(&mut self, hook: Hook, reason: String) {
+        tracing::warn!(hook = hook.label(), reason, without = hook.without(), "a hook does not work");
+        self.degraded.push(Degraded { hook, reason });
+    }
+
+    /// Links whose parent is not ours any more: the cgroup is gone, or the operator names others now.
+    fn remove_links_of_other_parents(&self) {
+        let keep: Vec<PathBuf> = self
+            .parents
+            .iter()
+            .flat_map(|parent| Hook::CGROUP.map(|hook| self.dir.link(hook, Some(parent.cgroup_id))))
+            .chain(Hook::TRACEPOINT.map(|hook| self.dir.link(hook, None)))
+            .collect();
+        for pin in self.dir.links().unwrap_or_default() {
+            if !keep.contains(&pin)
+                && let Err(error) = fs::remove_file(&pin)
+            {
+                tracing::warn!(pin = %pin.display(), %error, "cannot remove the link of a former parent");
+            }
+        }
+    }
+}
+
+/// Settings with parents and levels filled in.
+fn with_parents(mut config: Config, parents: &[Parent]) -> Config {
+    config.parents = Default::default();
+    config.parent_count = 0;
+    let mut levels = Vec::with_capacity(MAX_LEVELS);
+    for (slot, parent) in config.parents.iter_mut().zip(parents.iter().take(MAX_PARENTS)) {
+        *slot = nobypass_common::abi::Parent {
+            cgroup_id: parent.cgroup_id,
+            path_hash: cgroup_path::hash(parent.below_root.as_bytes()),
+            level: parent.level,
+            reserved: 0,
+        };
+        config.parent_count += 1;
+        levels.extend([parent.level + 1, parent.level + 2]);
+    }
+    // Deepest first: a container's id at a guaranteed pod's container level is in no map, a pod's is.
+    levels.sort_unstable_by(|a, b| b.cmp(a));
+    levels.dedup();
+    config.pod_levels = Default::default();
+    config.level_count = 0;
+    for (slot, level) in config.pod_levels.iter_mut().zip(levels) {
+        *slot = level;
+        config.level_count += 1;
+    }
+    config
+}
+
+fn load_object(dir: &PinDir, max_pods: u32) -> Result<Ebpf, BpfError> {
+    let mut loader = EbpfLoader::new();
+    loader.verifier_log_level(VerifierLogLevel::DISABLE);
+    for (name, _, _) in PINNED {
+        loader.map_pin_path(name, dir.map(name));
+    }
+    for name in PER_POD {
+        loader.map_max_entries(name, max_pods);
+    }
+    loader.load(OBJECT).map_err(|error| BpfError::load("the eBPF maps", error))
+}
+
+/// aya takes any pinned map of the right name; this does not.
+fn check_layouts(dir: &PinDir) -> Result<(), BpfError> {
+    for (map, key, value) in PINNED {
+        let info = aya::maps::MapInfo::from_pin(dir.map(map)).map_err(|source| BpfError::Map { map, source })?;
+        let found = (info.key_size(), info.value_size());
+        if found != (key, value) {
+            return Err(BpfError::Layout {
+                map,
+                dir: dir.base().into(),
+                found: format!("{}+{} bytes", found.0, found.1),
+                expected: format!("{key}+{value} bytes"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Loads all programs; only egress must succeed.
+fn load_programs(ebpf: &mut Ebpf, degraded: &mut Vec<Degraded>) -> Result<(), BpfError> {
+    for hook in Hook::ALL {
+        if let Err(error) = load_program(ebpf, hook) {
+            if hook == Hook::Egress {
+                return Err(BpfError::load("program nb_egress", error));
+            }
+            let reason = Chain(Box::new(error)).to_string();
+            tracing::warn!(hook = hook.label(), reason, without = hook.without(), "a hook does not work");
+            degraded.push(Degraded { hook, reason });
+        }
+    }
+    Ok(())
+}
+
+/// Loads one program of a fresh object.
+///
+/// # Errors
+/// As the kernel's verifier says.
+pub fn load_program(ebpf: &mut Ebpf, hook: Hook) -> Result<(), ProgramError> {
+    match hook {
+        Hook::Egress | Hook::Ingress => program::<CgroupSkb>(ebpf, hook)?.load(),
+        Hook::Connect4 | Hook::Connect6 => program::<CgroupSockAddr>(ebpf, hook)?.load(),
+        Hook::Mkdir | Hook::Rmdir => program::<TracePoint>(ebpf, hook)?.load(),
+    }
+}
+
+fn program<'a, T>(ebpf: &'a mut Ebpf, hook: Hook) -> Result<&'a mut T, ProgramError>
+where
+    &'a mut T: TryFrom<&'a mut aya::programs::Program, Error = ProgramError>,
+{
+    ebpf.program_mut(hook.program()).ok_or(ProgramError::NotLoaded)?.try_into()
+}
+
+/// Attaches one cgroup program by a link of its own.
+///
+/// # Errors
+/// As bpf(2) says.
+pub fn attach_program(ebpf: &mut Ebpf, hook: Hook, cgroup: &File) -> Result<FdLink, ProgramError> {
+    // Links are always "multi" and the kernel takes no flags: `Single` passes none.
+    let mode = CgroupAttachMode::Single;
+    match hook {
+        Hook::Egress | Hook::Ingress => {
+            let attach_type =
+                if hook == Hook::Egress { CgroupSkbAttachType::Egress } else { CgroupSkbAttachType::Ingress };
+            let program = program::<CgroupSkb>(ebpf, hook)?;
+            let id = program.attach(cgroup, attach_type, mode)?;
+            Ok(program.take_link(id)?.try_into().map_err(|_| ProgramError::NotLoaded)?)
+        }
+        _ => {
+            let program = program::<CgroupSockAddr>(ebpf, hook)?;
+            let id = program.attach(cgroup, mode)?;
+            Ok(program.take_link(id)?.try_into().map_err(|_| ProgramError::NotLoaded)?)
+        }
+    }
+}
+
+fn attach_tracepoint(ebpf: &mut Ebpf, hook: Hook) -> Result<TracePointLink, ProgramError> {
+    let program = program::<TracePoint>(ebpf, hook)?;
+    let id = program.attach("cgroup", hook.label())?;
+    program.take_link(id)
+}
+
+fn program_fd(ebpf: &mut Ebpf, hook: Hook) -> Result<ProgramFd, BpfError> {
+    let fd = ebpf.program(hook.program()).ok_or(ProgramError::NotLoaded).and_then(|program| {
+        program.fd().map_err(|_| ProgramError::NotLoaded)?.try_clone().map_err(ProgramError::from)
+    });
+    fd.map_err(|error| BpfError::load(format!("program {}", hook.program()), error))
+}
+
+fn pin_link(link: FdLink, pin: &Path) -> Result<(), BpfError> {
+    let pinned = link.pin(pin).map_err(|error| BpfError::Pin {
+        what: "pin",
+        path: pin.into(),
+        source: std::io::Error::other(error),
+    })?;
+    // Closing the descriptor leaves the link to its pin.
+    drop(pinned);
+    Ok(())
+}
+
+/// Our program without our pin: another agent, or a bpffs mounted over ours.
+fn check_not_stacked(dir: &PinDir, parent: &Parent) -> Result<(), BpfError> {
+    let Ok(cgroup) = File::open(&parent.path) else { return Ok(()) };
+    for hook in Hook::CGROUP {
+        let Some(attach_type) = hook.attach_type() else { continue };
+        let Ok(attached) = raw::attached(cgroup.as_fd(), attach_type, false) else { continue };
+        let ours = raw::open_pin(&dir.link(hook, Some(parent.cgroup_id)))
+            .and_then(|link| raw::cgroup_link(link.as_fd()))
+            .ok()
+            .flatten()
+            .map(|link| link.program_id);
+        for program in attached.programs {
+            let named_like_ours = raw::program_name(program).is_ok_and(|name| name == hook.program());
+            // A link of another ABI is replaced once the new ones work.
+            if named_like_ours && Some(program) != ours && !is_pinned_elsewhere(dir, program) {
+                return Err(BpfError::Stacked {
+                    cgroup: parent.path.clone(),
+                    hook: hook.label(),
+                    program,
+                    dir: dir.base().into(),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a program is that of a link in any version's directory below `--bpf-dir`.
+fn is_pinned_elsewhere(dir: &PinDir, program: u32) -> bool {
+    let versions = fs::read_dir(dir.base()).into_iter().flatten().flatten();
+    versions.flat_map(|version| fs::read_dir(version.path()).into_iter().flatten().flatten()).any(|pin| {
+        raw::open_pin(&pin.path())
+            .and_then(|link| raw::cgroup_link(link.as_fd()))
+            .is_ok_and(|link| link.is_some_and(|link| link.program_id == program))
+    })
+}
+
+/// Why a cgroup refused a program: EPERM mostly means that an ancestor has an exclusive one.
+fn explain_refusal(
+    hook: Hook,
+    attach_type: raw::AttachType,
+    parent: &Parent,
+    source: ProgramError,
+) -> BpfError {
+    if super::error::is_permission_denied(&source) {
+        for ancestor in parent.path.ancestors() {
+            let Ok(cgroup) = File::open(ancestor) else { break };
+            let Ok(attached) = raw::attached(cgroup.as_fd(), attach_type, false) else { break };
+            // Flags 0 with a program: exclusive. Links and BPF_F_ALLOW_MULTI report 2, override 1.
+            if let (Some(program), 0) = (attached.programs.first(), attached.flags) {
+                return BpfError::ForeignExclusive {
+                    hook: hook.label(),
+                    cgroup: parent.path.clone(),
+                    ancestor: ancestor.into(),
+                    program: *program,
+                    name: raw::program_name(*program).unwrap_or_default(),
+                };
+            }
+        }
+    }
+    BpfError::Attach {
+        hook: hook.label(),
+        cgroup: parent.path.clone(),
+        source: Box::new(Chain(Box::new(source))),
+        remedy: BpfError::NEEDS_CAPS.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parent(below_root: &str, level: u32, cgroup_id: u64) -> Parent {
+        Parent { path: Path::new("/sys/fs/cgroup").join(&below_root[1..]), below_root: below_root.into(), level, cgroup_id }
+    }
+
+    #[test]
+    fn settings_name_the_levels_of_pods_deepest_first() {
+        let config = with_parents(Config::default(), &[parent("/kubepods", 1, 10)]);
+        assert_eq!((config.level_count, &config.pod_levels[..3]), (2, &[3, 2, 0][..]));
+        assert_eq!((config.parent_count, config.parents[0].cgroup_id), (1, 10));
+        assert_eq!(config.parents[0].path_hash, cgroup_path::hash(b"/kubepods"));
+
+        let two = with_parents(config, &[parent("/kubepods", 1, 10), parent("/kubelet/kubepods", 2, 11)]);
+        assert_eq!((two.level_count, &two.pod_levels[..4]), (3, &[4, 3, 2, 0][..]));
+        let none = with_parents(two, &[]);
+        assert_eq!((none.parent_count, none.level_count, none.pod_levels), (0, 0, [0; MAX_LEVELS]));
+    }
+
+    #[test]
+    fn the_object_is_an_elf_file_with_every_program() {
+        let mut ebpf = aya_obj_names(OBJECT);
+        ebpf.sort();
+        for hook in Hook::ALL {
+            assert!(ebpf.iter().any(|name| name == hook.program()), "{}", hook.program());
+        }
+    }
+
+    /// Names of the functions in the object: searched as text, which needs no privilege.
+    fn aya_obj_names(object: &[u8]) -> Vec<String> {
+        object
+            .split(|byte| *byte == 0)
+            .filter(|name| name.starts_with(b"nb_"))
+            .map(|name| String::from_utf8_lossy(name).into_owned())
+            .collect()
+    }
+}

@@ -1,0 +1,341 @@
+//! Typed access to the maps. The only place that touches aya's map types; each map has one writing task.
+
+use std::borrow::BorrowMut;
+use std::path::Path;
+
+use aya::maps::lpm_trie::Key;
+use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
+use nobypass_common::abi::{
+    ABI_VERSION, CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey,
+};
+use nobypass_common::ids::Mode;
+
+use super::error::BpfError;
+use super::pins::PinDir;
+use crate::sys::clock::monotonic_ns;
+
+/// Maps that are pinned: name, key size, value size (0: none of one's own).
+pub const PINNED: [(&str, u32, u32); 14] = [
+    ("CONFIG", 4, size_of::<Config>() as u32),
+    ("HEARTBEAT", 4, 8),
+    ("POLICY", 8, size_of::<PodPolicy>() as u32),
+    ("COUNTERS", 8, size_of::<PodCounters>() as u32),
+    ("TOTALS", 4, size_of::<PodCounters>() as u32),
+    ("EXEMPT_PORTS", 4 + size_of::<PortKey>() as u32, 1),
+    ("EXEMPT_CIDRS", 4 + size_of::<CidrKey>() as u32, 1),
+    ("EXEMPT_IDS", size_of::<IdKey>() as u32, 1),
+    ("NODE_ADDRS", 16, 1),
+    ("NAMES", 8, size_of::<PodName>() as u32),
+    ("EVENTS", 0, 0),
+    ("CGROUPS", 0, 0),
+    ("SCRATCH", 4, size_of::<nobypass_common::abi::CgroupRecord>() as u32),
+    ("SYN_MARKS", 4, 4),
+];
+
+/// Maps with an entry for each pod.
+pub const PER_POD: [&str; 3] = ["POLICY", "COUNTERS", "NAMES"];
+
+/// The maps, opened from their pins: the agent and, while no agent runs, the command line.
+pub struct Maps {
+    config: Array<MapData, Config>,
+    heartbeat: Array<MapData, u64>,
+    policy: HashMap<MapData, u64, PodPolicy>,
+    counters: PerCpuHashMap<MapData, u64, PodCounters>,
+    totals: PerCpuArray<MapData, PodCounters>,
+    exempt_ports: LpmTrie<MapData, PortKey, u8>,
+    exempt_cidrs: LpmTrie<MapData, CidrKey, u8>,
+    exempt_ids: HashMap<MapData, IdKey, u8>,
+    node_addrs: HashMap<MapData, [u8; 16], u8>,
+    names: HashMap<MapData, u64, PodName>,
+    capacity: u32,
+}
+
+impl std::fmt::Debug for Maps {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Maps").field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
+macro_rules! open {
+    ($dir:expr, $name:literal, $variant:ident) => {{
+        let map = |source| BpfError::Map { map: $name, source };
+        let data = MapData::from_pin($dir.map($name)).map_err(map)?;
+        Map::$variant(data).try_into().map_err(map)?
+    }};
+}
+
+impl Maps {
+    /// Opens the pinned maps.
+    ///
+    /// # Errors
+    /// [`BpfError::NoPins`], or [`BpfError::Map`] with EPERM without the capabilities.
+    pub fn open(dir: &PinDir) -> Result<Self, BpfError> {
+        if !Path::exists(&dir.map("CONFIG")) {
+            return match std::fs::metadata(dir.map("CONFIG")) {
+                Err(source) if source.kind() == std::io::ErrorKind::PermissionDenied => {
+                    Err(BpfError::Pin { what: "read", path: dir.base().into(), source })
+                }
+                _ => Err(BpfError::NoPins { dir: dir.base().into() }),
+            };
+        }
+        let policy = MapData::from_pin(dir.map("POLICY")).map_err(failed("POLICY"))?;
+        let capacity = policy.info().map_err(failed("POLICY"))?.max_entries();
+        Ok(Self {
+            config: open!(dir, "CONFIG", Array),
+            heartbeat: open!(dir, "HEARTBEAT", Array),
+            policy: open!(dir, "POLICY", HashMap),
+            counters: open!(dir, "COUNTERS", PerCpuHashMap),
+            totals: open!(dir, "TOTALS", PerCpuArray),
+            exempt_ports: open!(dir, "EXEMPT_PORTS", LpmTrie),
+            exempt_cidrs: open!(dir, "EXEMPT_CIDRS", LpmTrie),
+            exempt_ids: open!(dir, "EXEMPT_IDS", HashMap),
+            node_addrs: open!(dir, "NODE_ADDRS", HashMap),
+            names: open!(dir, "NAMES", HashMap),
+            capacity,
+        })
+    }
+
+    /// Pods that the maps have room for.
+    pub const fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// The node's settings.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn config(&self) -> Result<Config, BpfError> {
+        self.config.get(&0, 0).map_err(failed("CONFIG"))
+    }
+
+    /// Replaces the node's settings: the next packet obeys.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_config(&mut self, config: &Config) -> Result<(), BpfError> {
+        self.config.set(0, Config { abi_version: ABI_VERSION, ..*config }, 0).map_err(failed("CONFIG"))
+    }
+
+    /// Changes the node's mode and nothing else.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_mode(&mut self, mode: Mode) -> Result<(), BpfError> {
+        let config = self.config()?;
+        self.set_config(&Config { mode: mode.code(), ..config })
+    }
+
+    /// Tells the programs that an agent is alive.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn beat(&mut self) -> Result<(), BpfError> {
+        self.heartbeat.set(0, monotonic_ns(), 0).map_err(failed("HEARTBEAT"))
+    }
+
+    /// When an agent was last alive, ns of `CLOCK_MONOTONIC`.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn heartbeat(&self) -> Result<u64, BpfError> {
+        self.heartbeat.get(&0, 0).map_err(failed("HEARTBEAT"))
+    }
+
+    /// All entries of `POLICY`.
+    pub fn policies(&self) -> Vec<(u64, PodPolicy)> {
+        self.policy.iter().filter_map(Result::ok).collect()
+    }
+
+    /// One entry of `POLICY`.
+    pub fn policy(&self, pod: u64) -> Option<PodPolicy> {
+        self.policy.get(&pod, 0).ok()
+    }
+
+    /// Writes an entry of `POLICY`.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`], `E2BIG` when it is full.
+    pub fn set_policy(&mut self, pod: u64, policy: &PodPolicy) -> Result<(), BpfError> {
+        self.policy.insert(pod, policy, 0).map_err(failed("POLICY"))
+    }
+
+    /// Adds an entry of `POLICY` for a cgroup that has none; the kernel may have been first.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`], `E2BIG` when it is full.
+    pub fn add_policy(&mut self, pod: u64, policy: &PodPolicy) -> Result<(), BpfError> {
+        const NO_EXIST: u64 = 1;
+        match self.policy.insert(pod, policy, NO_EXIST) {
+            Err(source) if !is_errno(&source, libc::EEXIST) => Err(BpfError::Map { map: "POLICY", source }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes what is kept for a pod that is gone.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`]; an absent entry is none.
+    pub fn forget(&mut self, pod: u64) -> Result<(), BpfError> {
+        absent_is_fine("POLICY", self.policy.remove(&pod))?;
+        absent_is_fine("COUNTERS", self.counters.remove(&pod))?;
+        absent_is_fine("NAMES", self.names.remove(&pod))
+    }
+
+    /// A pod's counters, summed over the CPUs.
+    pub fn counters(&self, pod: u64) -> Option<PodCounters> {
+        self.counters.get(&pod, 0).ok().map(|values| sum(values.iter()))
+    }
+
+    /// All pods' counters.
+    pub fn all_counters(&self) -> Vec<(u64, PodCounters)> {
+        self.counters.iter().filter_map(Result::ok).map(|(pod, values)| (pod, sum(values.iter()))).collect()
+    }
+
+    /// The node's counters.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn totals(&self) -> Result<PodCounters, BpfError> {
+        Ok(sum(self.totals.get(&0, 0).map_err(failed("TOTALS"))?.iter()))
+    }
+
+    /// Sets a pod's name for `nobypass status`.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_name(&mut self, pod: u64, name: &PodName) -> Result<(), BpfError> {
+        self.names.insert(pod, name, 0).map_err(failed("NAMES"))
+    }
+
+    /// A pod's name.
+    pub fn name(&self, pod: u64) -> Option<PodName> {
+        self.names.get(&pod, 0).ok()
+    }
+
+    /// Pods that have a name.
+    pub fn named(&self) -> Vec<u64> {
+        self.names.keys().filter_map(Result::ok).collect()
+    }
+
+    /// Makes the node's addresses exactly these.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_node_addresses(&mut self, addresses: &[[u8; 16]]) -> Result<(), BpfError> {
+        replace(&mut self.node_addrs, addresses).map_err(failed("NODE_ADDRS"))
+    }
+
+    /// Adds exempt ports: `(prefix length of the port, key)`.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn add_exempt_port(&mut self, port_bits: u32, key: PortKey) -> Result<(), BpfError> {
+        let key = Key::new(PortKey::FIXED_BITS + port_bits, key);
+        self.exempt_ports.insert(&key, 1, 0).map_err(failed("EXEMPT_PORTS"))
+    }
+
+    /// Adds an exempt network: `(prefix length of the address, key)`.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn add_exempt_cidr(&mut self, address_bits: u32, key: CidrKey) -> Result<(), BpfError> {
+        let key = Key::new(CidrKey::FIXED_BITS + address_bits, key);
+        self.exempt_cidrs.insert(&key, 1, 0).map_err(failed("EXEMPT_CIDRS"))
+    }
+
+    /// Adds an exempt UID or device.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn add_exempt_id(&mut self, key: IdKey) -> Result<(), BpfError> {
+        self.exempt_ids.insert(key, 1, 0).map_err(failed("EXEMPT_IDS"))
+    }
+
+    /// Removes all exemptions of a set.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn remove_exempt_set(&mut self, set: u32) -> Result<(), BpfError> {
+        let ports: Vec<Key<PortKey>> = self.exempt_ports.keys().filter_map(Result::ok).collect();
+        for key in ports.iter().filter(|key| u32::from_be_bytes(key.data().set) == set) {
+            absent_is_fine("EXEMPT_PORTS", self.exempt_ports.remove(key))?;
+        }
+        let cidrs: Vec<Key<CidrKey>> = self.exempt_cidrs.keys().filter_map(Result::ok).collect();
+        for key in cidrs.iter().filter(|key| u32::from_be_bytes(key.data().set) == set) {
+            absent_is_fine("EXEMPT_CIDRS", self.exempt_cidrs.remove(key))?;
+        }
+        let ids: Vec<IdKey> = self.exempt_ids.keys().filter_map(Result::ok).collect();
+        for key in ids.iter().filter(|key| key.set == set) {
+            absent_is_fine("EXEMPT_IDS", self.exempt_ids.remove(key))?;
+        }
+        Ok(())
+    }
+}
+
+/// Adds up the CPUs' values; times are the latest.
+fn sum<'a>(values: impl Iterator<Item = &'a PodCounters>) -> PodCounters {
+    let mut total = PodCounters::ZERO;
+    for PodCounters { count, redirect_ns, bypass_ns, bucket_ns: _, bucket_tokens: _ } in values {
+        for (sum, count) in total.count.iter_mut().zip(count) {
+            *sum = sum.wrapping_add(*count);
+        }
+        for (latest, seen) in total.redirect_ns.iter_mut().zip(redirect_ns) {
+            *latest = (*latest).max(*seen);
+        }
+        for (latest, seen) in total.bypass_ns.iter_mut().zip(bypass_ns) {
+            *latest = (*latest).max(*seen);
+        }
+    }
+    total
+}
+
+fn replace<T: BorrowMut<MapData>>(
+    map: &mut HashMap<T, [u8; 16], u8>,
+    wanted: &[[u8; 16]],
+) -> Result<(), MapError> {
+    let old: Vec<[u8; 16]> = map.keys().filter_map(Result::ok).collect();
+    for key in wanted {
+        map.insert(key, 1, 0)?;
+    }
+    for key in old.iter().filter(|key| !wanted.contains(key)) {
+        match map.remove(key) {
+            Err(error) if !is_errno(&error, libc::ENOENT) => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn failed(map: &'static str) -> impl Fn(MapError) -> BpfError {
+    move |source| BpfError::Map { map, source }
+}
+
+fn absent_is_fine(map: &'static str, result: Result<(), MapError>) -> Result<(), BpfError> {
+    match result {
+        Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
+        Err(error) if is_errno(&error, libc::ENOENT) => Ok(()),
+        Err(source) => Err(BpfError::Map { map, source }),
+    }
+}
+
+/// Whether a map operation failed with this errno.
+pub fn is_errno(error: &MapError, errno: i32) -> bool {
+    matches!(error, MapError::SyscallError(error) if error.io_error.raw_os_error() == Some(errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpus_are_added_and_the_latest_time_wins() {
+        let mut a = PodCounters::ZERO;
+        a.count[3] = 2;
+        a.redirect_ns = [5, 0];
+        let mut b = PodCounters::ZERO;
+        b.count[3] = 40;
+        b.redirect_ns = [4, 9];
+        let total = sum([a, b].iter());
+        assert_eq!((total.count[3], total.redirect_ns), (42, [5, 9]));
+    }
+}

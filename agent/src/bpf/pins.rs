@@ -1,0 +1,202 @@
+//! The pin directory: `<bpf-dir>/v<ABI>/`, one file a map or link.
+//!
+//! The ABI's number in the name keeps an agent from adopting maps of another layout (aya compares nothing). The
+//! links of an older layout are removed only when the new ones are attached.
+
+use std::fs;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use nobypass_common::abi::ABI_VERSION;
+use rustix::fs::{FlockOperation, flock};
+
+use super::error::BpfError;
+use super::hooks::Hook;
+use crate::sys::mount::is_bpffs;
+
+/// Default of `--bpf-dir`.
+pub const DEFAULT_DIR: &str = "/sys/fs/bpf/nobypass";
+
+/// The pin directory of this ABI.
+#[derive(Clone, Debug)]
+pub struct PinDir {
+    base: PathBuf,
+    versioned: PathBuf,
+}
+
+impl PinDir {
+    /// Names only; nothing is touched.
+    pub fn new(base: &Path) -> Self {
+        Self { base: base.into(), versioned: base.join(format!("v{ABI_VERSION}")) }
+    }
+
+    /// `--bpf-dir` itself.
+    pub fn base(&self) -> &Path {
+        &self.base
+    }
+
+    /// The pin of a map.
+    pub fn map(&self, name: &str) -> PathBuf {
+        self.versioned.join(name)
+    }
+
+    /// The pin of a hook's link; `parent` is the cgroup id of a cgroup hook's parent.
+    pub fn link(&self, hook: Hook, parent: Option<u64>) -> PathBuf {
+        let name = match parent {
+            Some(id) => format!("link_{}_{id}", hook.label()),
+            None => format!("link_{}", hook.label()),
+        };
+        self.versioned.join(name)
+    }
+
+    /// Whether an agent has pinned anything here.
+    pub fn exists(&self) -> bool {
+        self.versioned.is_dir()
+    }
+
+    /// Checks that the directory is on a bpffs and makes it.
+    ///
+    /// # Errors
+    /// [`BpfError::NotBpffs`], [`BpfError::DotInName`], [`BpfError::Pin`].
+    pub fn prepare(&self) -> Result<(), BpfError> {
+        let existing = self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+        let on_bpffs = is_bpffs(existing)
+            .map_err(|source| BpfError::Pin { what: "examine", path: existing.into(), source })?;
+        if !on_bpffs {
+            return Err(BpfError::NotBpffs { dir: self.base.clone() });
+        }
+        if self.base.strip_prefix(existing).is_ok_and(|new| new.to_string_lossy().contains('.')) {
+            return Err(BpfError::DotInName { dir: self.base.clone() });
+        }
+        fs::create_dir_all(&self.versioned)
+            .map_err(|source| BpfError::Pin { what: "make", path: self.versioned.clone(), source })
+    }
+
+    /// Keeps other agents off these pins for as long as the result lives; the kernel drops the lock with us.
+    ///
+    /// # Errors
+    /// [`BpfError::Busy`], [`BpfError::Pin`].
+    pub fn lock(&self) -> Result<File, BpfError> {
+        let pin = |source| BpfError::Pin { what: "lock", path: self.base.clone(), source };
+        let dir = File::open(&self.base).map_err(pin)?;
+        match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(dir),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(BpfError::Busy { dir: self.base.clone() }),
+            Err(error) => Err(pin(error.into())),
+        }
+    }
+
+    /// Names of the pinned links of this ABI.
+    ///
+    /// # Errors
+    /// As readdir(3) says.
+    pub fn links(&self) -> io::Result<Vec<PathBuf>> {
+        let mut links = Vec::new();
+        for entry in fs::read_dir(&self.versioned)? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with("link_") {
+                links.push(entry.path());
+            }
+        }
+        Ok(links)
+    }
+
+    /// Removes the pins of other ABI versions: their programs are detached with that.
+    ///
+    /// # Errors
+    /// [`BpfError::Pin`].
+    pub fn remove_others(&self) -> Result<usize, BpfError> {
+        self.remove(|dir| dir != self.versioned)
+    }
+
+    /// Removes everything below `--bpf-dir`, links first, and the directory itself. Tells how many pins went.
+    ///
+    /// # Errors
+    /// [`BpfError::Pin`].
+    pub fn remove_all(&self) -> Result<usize, BpfError> {
+        let removed = self.remove(|_| true)?;
+        match fs::remove_dir(&self.base) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(BpfError::Pin { what: "remove", path: self.base.clone(), source })
+            }
+            _ => Ok(removed),
+        }
+    }
+
+    fn remove(&self, which: impl Fn(&Path) -> bool) -> Result<usize, BpfError> {
+        let fail = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source| BpfError::Pin { what: "remove", path, source }
+        };
+        let versions = match fs::read_dir(&self.base) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+            Err(source) => return Err(BpfError::Pin { what: "read", path: self.base.clone(), source }),
+        };
+        let mut removed = 0;
+        for version in versions.flatten().map(|entry| entry.path()) {
+            let ours = version.file_name().and_then(|name| name.to_str()).is_some_and(is_version);
+            if !ours || !which(&version) {
+                continue;
+            }
+            let mut pins: Vec<PathBuf> =
+                fs::read_dir(&version).map_err(fail(&version))?.flatten().map(|entry| entry.path()).collect();
+            // Links first: a program without its maps must never run.
+            pins.sort_by_key(|path| {
+                !path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("link_"))
+            });
+            for pin in &pins {
+                fs::remove_file(pin).map_err(fail(pin))?;
+                removed += 1;
+            }
+            fs::remove_dir(&version).map_err(fail(&version))?;
+        }
+        Ok(removed)
+    }
+}
+
+/// `v` and a number: a directory that some nobypass made.
+fn is_version(name: &str) -> bool {
+    name.strip_prefix('v').is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        let dir = PinDir::new(Path::new("/sys/fs/bpf/nobypass"));
+        assert_eq!(dir.map("POLICY"), Path::new("/sys/fs/bpf/nobypass/v1/POLICY"));
+        assert_eq!(dir.link(Hook::Egress, Some(42)), Path::new("/sys/fs/bpf/nobypass/v1/link_egress_42"));
+        assert_eq!(dir.link(Hook::Mkdir, None), Path::new("/sys/fs/bpf/nobypass/v1/link_cgroup_mkdir"));
+        assert!(is_version("v1") && is_version("v12"));
+        assert!(!is_version("v") && !is_version("vx") && !is_version("other"));
+    }
+
+    #[test]
+    fn a_directory_that_is_not_on_bpffs_is_refused_and_untouched() {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = PinDir::new(&tmp.path().join("nobypass"));
+        assert!(matches!(dir.prepare(), Err(BpfError::NotBpffs { .. })));
+        assert!(!tmp.path().join("nobypass").exists());
+    }
+
+    #[test]
+    fn removal_leaves_what_is_not_ours() {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = PinDir::new(tmp.path());
+        for path in ["v1/link_egress_1", "v1/POLICY", "v0/link_egress_1", "other/POLICY"] {
+            let path = tmp.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        }
+        assert_eq!(dir.remove_others().unwrap(), 1);
+        assert!(tmp.path().join("v1/POLICY").exists());
+        assert!(!tmp.path().join("v0").exists());
+        assert!(dir.remove_all().is_err(), "something foreign is still there");
+        assert!(!tmp.path().join("v1").exists());
+        assert!(tmp.path().join("other/POLICY").exists());
+    }
+}

@@ -1,0 +1,18 @@
+//! `CLOCK_MONOTONIC`, which `bpf_ktime_get_ns` reads too.
+
+use std::time::{Duration, SystemTime};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Now, ns.
+pub fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+/// The wall-clock time of a moment of `CLOCK_MONOTONIC`.
+pub fn wall(moment_ns: u64) -> SystemTime {
+    let age = monotonic_ns().saturating_sub(moment_ns);
+    SystemTime::now().checked_sub(Duration::from_nanos(age)).unwrap_or(SystemTime::UNIX_EPOCH)
+}
