@@ -3,6 +3,7 @@
 //! A change of any layout here, or of a number in [`crate::ids`], needs a new [`ABI_VERSION`]: it is part of the
 //! pin directory's name, so that an agent never adopts maps of another layout.
 
+use crate::headers::Address;
 use crate::ids::COUNTERS;
 
 /// The layout's number.
@@ -46,18 +47,23 @@ pub struct Config {
     pub parents: [Parent; MAX_PARENTS],
 }
 
-/// One parent of pod cgroups.
+/// Words of a parent's path, `/kubepods/`.
+pub const PREFIX_WORDS: usize = 32;
+
+/// One parent of pod cgroups. [`crate::cgroup_path`] makes and reads the last three fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Parent {
     /// Its cgroup id: the inode number of its directory.
     pub cgroup_id: u64,
-    /// [`crate::cgroup_path::hash`] of its path below the cgroup root, `/kubepods`.
-    pub path_hash: u64,
     /// Its level; the cgroup root is 0.
     pub level: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Where `pod` stands in the path of a pod directly below.
+    pub pod_at: u32,
+    /// Its path below the cgroup root with a slash at the end.
+    pub prefix: [u64; PREFIX_WORDS],
+    /// Which bits of `prefix` count.
+    pub mask: [u64; PREFIX_WORDS],
 }
 
 /// [`PodPolicy::flags`]: connect4 refuses at once.
@@ -160,10 +166,10 @@ pub struct Event {
     pub container: u64,
     /// The socket's cookie.
     pub cookie: u64,
-    /// Source, network order; IPv4 in the first four bytes.
-    pub saddr: [u8; 16],
+    /// Source.
+    pub saddr: Address,
     /// Destination of the packet.
-    pub daddr: [u8; 16],
+    pub daddr: Address,
     /// The socket's UID in the pod's user namespace.
     pub uid: u32,
     /// Index of the device in the pod's network namespace.
@@ -186,7 +192,7 @@ pub struct Event {
     pub mode: u16,
 }
 
-/// Longest path that a [`CgroupRecord`] carries, bytes.
+/// Longest path that a [`CgroupRecord`] carries, bytes; more than a parent's prefix and a pod's name.
 pub const CGROUP_PATH_MAX: usize = 384;
 
 /// Record of ring buffer `CGROUPS`: a cgroup below a parent was made or removed.
@@ -240,8 +246,8 @@ pub struct CidrKey {
     pub set: [u8; 4],
     /// 4 or 6, big-endian.
     pub family: [u8; 4],
-    /// IPv4 in the first four bytes.
-    pub addr: [u8; 16],
+    /// The address.
+    pub addr: Address,
 }
 
 impl CidrKey {
@@ -250,7 +256,7 @@ impl CidrKey {
 
     /// The key of one address; `family` is 4 or 6.
     #[inline(always)]
-    pub const fn new(set: u32, family: u8, addr: [u8; 16]) -> Self {
+    pub const fn new(set: u32, family: u8, addr: Address) -> Self {
         Self { set: set.to_be_bytes(), family: (family as u32).to_be_bytes(), addr }
     }
 }
@@ -291,12 +297,14 @@ pub struct PodName {
 
 /// Sizes without padding, checked when anything that uses this crate is compiled.
 const _: () = {
-    assert!(size_of::<Parent>() == 24);
-    assert!(size_of::<Config>() == 16 + 8 + 16 + 4 * MAX_LEVELS + 24 * MAX_PARENTS);
+    assert!(size_of::<Parent>() == 16 + 16 * PREFIX_WORDS);
+    assert!(size_of::<Config>() == 16 + 8 + 16 + 4 * MAX_LEVELS + size_of::<Parent>() * MAX_PARENTS);
     assert!(size_of::<PodPolicy>() == 56);
     assert!(size_of::<PodCounters>() == 8 * (COUNTERS + 6));
     assert!(size_of::<Event>() == 88);
     assert!(size_of::<CgroupRecord>() == 24 + CGROUP_PATH_MAX);
+    assert!(core::mem::offset_of!(CgroupRecord, path) % 8 == 0 && CGROUP_PATH_MAX % 8 == 0);
+    assert!(CGROUP_PATH_MAX >= 8 * PREFIX_WORDS);
     assert!(size_of::<PortKey>() == 8);
     assert!(size_of::<CidrKey>() == 24);
     assert!(size_of::<IdKey>() == 12);

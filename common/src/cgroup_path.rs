@@ -1,75 +1,10 @@
-//! Recognising a pod's cgroup by its path, byte by byte: the tracepoint programs run this on every mkdir(2).
+//! What a new cgroup is, told by its path: the tracepoint programs ask this on every mkdir(2).
 //!
-//! The agent's full parser (`cgroup::path`) also reads UIDs and container ids; this one only tells what a
-//! directory below a parent is, which is all that must be known before a pod's first process runs.
+//! The agent's full parser (`cgroup::path`) also reads UIDs and container ids; this one only tells a pod from a
+//! QoS class and a container, which is all that must be known before a pod's first process runs. It compares
+//! words under a mask instead of walking over bytes, so that the verifier meets no branch on a path's content.
 
-/// FNV-1a, 64 bits: offset basis and prime (<http://www.isthe.com/chongo/tech/comp/fnv/>).
-const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
-const FNV_PRIME: u64 = 0x0100_0000_01b3;
-
-/// The hash of a parent's path, `/kubepods`, as [`Walk`] computes it.
-pub const fn hash(path: &[u8]) -> u64 {
-    let mut hash = FNV_BASIS;
-    let mut at = 0;
-    while at < path.len() {
-        hash = (hash ^ path[at] as u64).wrapping_mul(FNV_PRIME);
-        at += 1;
-    }
-    hash
-}
-
-/// A walk over a path: feed the bytes in order, then ask.
-#[derive(Clone, Copy, Debug)]
-pub struct Walk {
-    hash: u64,
-    /// The last four bytes.
-    window: u32,
-    /// Components begun so far: the level of the directory that ends here.
-    level: u32,
-    /// Whether the current component looks like a pod's.
-    pod: u32,
-}
-
-impl Walk {
-    /// At the start of a path.
-    #[inline(always)]
-    pub const fn new() -> Self {
-        Self { hash: FNV_BASIS, window: 0, level: 0, pod: 0 }
-    }
-
-    /// The hash and the level of the directory whose path ends before the byte fed next.
-    #[inline(always)]
-    pub const fn here(&self) -> (u64, u32) {
-        (self.hash, self.level)
-    }
-
-    /// Takes the next byte.
-    #[inline(always)]
-    pub const fn feed(&mut self, byte: u8) {
-        self.hash = (self.hash ^ byte as u64).wrapping_mul(FNV_PRIME);
-        self.window = (self.window << 8) | byte as u32;
-        if byte == b'/' {
-            self.level += 1;
-            self.pod = 0;
-        }
-        // `pod<uid>` with the cgroupfs driver; `kubepods-burstable-pod<uid>.slice` with systemd's.
-        if self.window == u32::from_be_bytes(*b"/pod") || self.window == u32::from_be_bytes(*b"-pod") {
-            self.pod = 1;
-        }
-    }
-
-    /// Whether the last component looks like a pod's.
-    #[inline(always)]
-    pub const fn at_pod(&self) -> bool {
-        self.pod != 0
-    }
-}
-
-impl Default for Walk {
-    fn default() -> Self {
-        Self::new()
-    }
-}
+use crate::abi::{CGROUP_PATH_MAX, PREFIX_WORDS, Parent};
 
 /// What a directory below a parent is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,20 +13,60 @@ pub enum Place {
     Qos,
     /// A pod.
     Pod,
-    /// Below a pod: a container, or deeper.
-    Below,
+    /// In a pod: a container.
+    Container,
 }
 
-/// What a directory is that lies `depth` levels below a parent; `named_pod` as [`Walk::at_pod`] says.
+/// Deepest directory below a parent that matters: QoS class, pod, container.
+const MAX_DEPTH: u32 = 3;
+
+/// A path as the tracepoint gives it, in words.
+pub type Words = [u64; CGROUP_PATH_MAX / 8];
+
+/// What a directory is, `None` if it does not lie at a depth that matters below this parent.
 ///
-/// Pods lie one (guaranteed) or two levels (other classes) below the parent.
+/// `byte` reads the path at an offset below [`CGROUP_PATH_MAX`]; `level` is the directory's.
+///
+/// Pods lie one (guaranteed) or two levels (other classes) below the parent. Directly below it a pod's name
+/// begins with `pod` at an offset that depends on the driver: 0 with cgroupfs, behind `kubepods-` with systemd.
 #[inline(always)]
-pub const fn place(depth: u32, named_pod: bool) -> Place {
-    match (depth, named_pod) {
-        (1 | 2, true) => Place::Pod,
-        (1, false) => Place::Qos,
-        _ => Place::Below,
+pub fn place(parent: &Parent, words: &Words, level: u32, byte: impl Fn(u32) -> u8) -> Option<Place> {
+    let mut differs = 0;
+    let mut at = 0;
+    while at < PREFIX_WORDS {
+        differs |= (words[at] ^ parent.prefix[at]) & parent.mask[at];
+        at += 1;
     }
+    if differs != 0 {
+        return None;
+    }
+    let depth = level.wrapping_sub(parent.level);
+    if depth == 0 || depth > MAX_DEPTH {
+        return None;
+    }
+    let in_pod =
+        byte(parent.pod_at) == b'p' && byte(parent.pod_at + 1) == b'o' && byte(parent.pod_at + 2) == b'd';
+    match (depth, in_pod) {
+        (1, true) | (2, false) => Some(Place::Pod),
+        (1, false) => Some(Place::Qos),
+        (2, true) | (3, false) => Some(Place::Container),
+        // Inside a guaranteed pod's container.
+        _ => None,
+    }
+}
+
+/// Prefix, mask and `pod` offset of a parent's path, `/kubepods` or `/kubepods.slice`; `None` if it is too long.
+pub fn prefix(path: &str) -> Option<([u64; PREFIX_WORDS], [u64; PREFIX_WORDS], u32)> {
+    let name = path.rsplit('/').next()?;
+    let skip = name.strip_suffix(".slice").map_or(0, |stem| stem.len() + 1);
+    let len = path.len() + 1;
+    let (mut prefix, mut mask) = ([[0u8; 8]; PREFIX_WORDS], [[0u8; 8]; PREFIX_WORDS]);
+    for (at, byte) in path.bytes().chain([b'/']).enumerate() {
+        *prefix.get_mut(at / 8)?.get_mut(at % 8)? = byte;
+        *mask.get_mut(at / 8)?.get_mut(at % 8)? = 0xff;
+    }
+    let pod_at = u32::try_from(len + skip).ok()?;
+    Some((prefix.map(u64::from_ne_bytes), mask.map(u64::from_ne_bytes), pod_at))
 }
 
 #[cfg(test)]
@@ -102,57 +77,75 @@ mod tests {
 
     use super::*;
 
-    /// Runs the walk as the tracepoint program does.
-    fn classify(path: &str, parent: &str) -> Option<(u32, Place)> {
-        let wanted = hash(parent.as_bytes());
-        let mut walk = Walk::new();
-        let mut parent_level = None;
-        for byte in path.bytes() {
-            let (hash, level) = walk.here();
-            if byte == b'/' && hash == wanted && parent_level.is_none() {
-                parent_level = Some(level);
-            }
-            walk.feed(byte);
+    /// Asks as the tracepoint program does.
+    fn classify(path: &str, parent: &str) -> Option<Place> {
+        let (prefix, mask, pod_at) = prefix(parent).unwrap();
+        let level = |path: &str| u32::try_from(path.matches('/').count()).unwrap();
+        let parent = Parent { level: level(parent), pod_at, prefix, mask, ..Parent::default() };
+        // What an earlier, longer path left behind must not matter.
+        let mut bytes = [b'x'; CGROUP_PATH_MAX];
+        bytes[..path.len()].copy_from_slice(path.as_bytes());
+        bytes[path.len()] = 0;
+        let mut words = [0; CGROUP_PATH_MAX / 8];
+        for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_ne_bytes(chunk.try_into().unwrap());
         }
-        let depth = walk.here().1 - parent_level?;
-        Some((walk.here().1, place(depth, walk.at_pod())))
+        place(&parent, &words, level(path), |at| bytes[at as usize])
     }
 
     #[test]
     fn directories_below_a_parent() {
         let pod = "pod2c48913c-b29f-11e7-9350-020968147796";
         let id = "0123456789abcdef";
-        let slice = "kubepods-burstable-pod2c48913c_b29f_11e7_9350_020968147796.slice";
-        let table: &[(&str, String, Option<(u32, Place)>)] = &[
+        let under = "pod2c48913c_b29f_11e7_9350_020968147796.slice";
+        let kind = "/system.slice/docker-x.scope/kubelet.slice/kubelet-kubepods.slice";
+        let table: &[(&str, String, Option<Place>)] = &[
             ("/kubepods", "/kubepods".into(), None),
-            ("/kubepods", "/kubepods/burstable".into(), Some((2, Place::Qos))),
-            ("/kubepods", format!("/kubepods/{pod}"), Some((2, Place::Pod))),
-            ("/kubepods", format!("/kubepods/burstable/{pod}"), Some((3, Place::Pod))),
-            ("/kubepods", format!("/kubepods/burstable/{pod}/{id}"), Some((4, Place::Below))),
-            ("/kubepods", format!("/kubepods/{pod}/{id}"), Some((3, Place::Below))),
-            ("/kubepods", format!("/kubepods/{pod}/{id}/nested/podlike"), Some((5, Place::Below))),
+            ("/kubepods", "/kubepods/burstable".into(), Some(Place::Qos)),
+            ("/kubepods", format!("/kubepods/{pod}"), Some(Place::Pod)),
+            ("/kubepods", format!("/kubepods/burstable/{pod}"), Some(Place::Pod)),
+            ("/kubepods", format!("/kubepods/burstable/{pod}/{id}"), Some(Place::Container)),
+            ("/kubepods", format!("/kubepods/{pod}/{id}"), Some(Place::Container)),
+            ("/kubepods", format!("/kubepods/{pod}/{id}/nested"), None),
+            ("/kubepods", format!("/kubepods/burstable/{pod}/{id}/podlike"), None),
             ("/kubepods", format!("/kubepods2/{pod}"), None),
             ("/kubepods", format!("/other/kubepods/{pod}"), None),
-            ("/kubepods.slice", "/kubepods.slice/kubepods-besteffort.slice".into(), Some((2, Place::Qos))),
-            ("/kubepods.slice", format!("/kubepods.slice/kubepods-burstable.slice/{slice}"), Some((3, Place::Pod))),
+            ("/kubepods.slice", "/kubepods.slice/kubepods-besteffort.slice".into(), Some(Place::Qos)),
+            ("/kubepods.slice", format!("/kubepods.slice/kubepods-{under}"), Some(Place::Pod)),
             (
                 "/kubepods.slice",
-                format!("/kubepods.slice/kubepods-burstable.slice/{slice}/cri-containerd-{id}.scope"),
-                Some((4, Place::Below)),
+                format!("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{under}"),
+                Some(Place::Pod),
             ),
             (
                 "/kubepods.slice",
-                "/kubepods.slice/kubepods-pod2c48913c_b29f_11e7_9350_020968147796.slice".into(),
-                Some((2, Place::Pod)),
+                format!(
+                    "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{under}/cri-containerd-{id}.scope"
+                ),
+                Some(Place::Container),
             ),
             (
-                "/system.slice/docker-x.scope/kubelet.slice/kubelet-kubepods.slice",
-                format!("/system.slice/docker-x.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-burstable.slice/kubelet-{slice}"),
-                Some((6, Place::Pod)),
+                "/kubepods.slice",
+                format!("/kubepods.slice/kubepods-{under}/crio-{id}.scope"),
+                Some(Place::Container),
+            ),
+            (kind, format!("{kind}/kubelet-kubepods-burstable.slice"), Some(Place::Qos)),
+            (kind, format!("{kind}/kubelet-kubepods-{under}"), Some(Place::Pod)),
+            (
+                kind,
+                format!("{kind}/kubelet-kubepods-burstable.slice/kubelet-kubepods-burstable-{under}"),
+                Some(Place::Pod),
             ),
         ];
         for (parent, path, expected) in table {
             assert_eq!(classify(path, parent), *expected, "{path} below {parent}");
         }
+    }
+
+    #[test]
+    fn a_parent_path_that_does_not_fit_is_refused() {
+        let fits = format!("/{}", "x".repeat(8 * PREFIX_WORDS - 2));
+        assert!(prefix(&fits).is_some());
+        assert!(prefix(&format!("{fits}x")).is_none());
     }
 }

@@ -30,108 +30,126 @@ pub const MAX_EXTENSIONS: usize = 6;
 const FLAG_SYN: u8 = 0x02;
 const FLAG_ACK: u8 = 0x10;
 
+/// An address, in network order as it lies in memory; IPv4 in the first word, zeros behind it.
+pub type Address = [u32; 4];
+
+/// The address of these bytes.
+pub const fn address(bytes: [u8; 16]) -> Address {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = bytes;
+    [
+        u32::from_ne_bytes([a, b, c, d]),
+        u32::from_ne_bytes([e, f, g, h]),
+        u32::from_ne_bytes([i, j, k, l]),
+        u32::from_ne_bytes([m, n, o, p]),
+    ]
+}
+
+/// The address of an IPv4 address's bytes.
+pub const fn address4(bytes: [u8; 4]) -> Address {
+    [u32::from_ne_bytes(bytes), 0, 0, 0]
+}
+
+/// The bytes of an address.
+pub const fn address_bytes(address: Address) -> [u8; 16] {
+    let ([a, b, c, d], [e, f, g, h]) = (address[0].to_ne_bytes(), address[1].to_ne_bytes());
+    let ([i, j, k, l], [m, n, o, p]) = (address[2].to_ne_bytes(), address[3].to_ne_bytes());
+    [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+}
+
 /// Addresses of a packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {
-    /// Network order; IPv4 in the first four bytes.
-    pub source: [u8; 16],
-    /// See `source`.
-    pub destination: [u8; 16],
+    /// Where it comes from.
+    pub source: Address,
+    /// Where it goes.
+    pub destination: Address,
 }
 
-/// Where the transport header is, or why there is none.
+/// Where the transport header is.
+///
+/// A structure whose fields always have a value, here and in [`Transport`]: moving an enum around copies payload
+/// that a variant does not have, and the verifier takes that for the read of an uninitialised register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
-    /// The header of this protocol begins at this offset.
-    At {
-        /// IP protocol number.
-        protocol: u8,
-        /// Bytes from the start of the IP header.
-        offset: u32,
-    },
-    /// A later fragment: no transport header in this packet.
-    Fragment {
-        /// IP protocol number.
-        protocol: u8,
-    },
-    /// Not an IP header.
-    Malformed,
+pub struct Next {
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Whether the header is in this packet: it is not in a later fragment.
+    pub here: bool,
+    /// Bytes from the start of the IP header.
+    pub offset: u32,
 }
 
-/// What the transport header says.
+/// What a transport header is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transport {
+pub enum Kind {
     /// TCP with SYN and without ACK: the first packet of a connection.
-    Syn {
-        /// Source port, host order.
-        sport: u16,
-        /// Destination port, host order.
-        dport: u16,
-    },
+    Syn,
     /// Any other TCP packet.
     Tcp,
     /// A TCP packet too short to show its flags: only a raw socket sends these.
     TcpCut,
     /// UDP.
-    Udp {
-        /// Destination port, host order.
-        dport: u16,
-    },
+    Udp,
     /// ICMP or ICMPv6.
     Icmp,
     /// Anything else: other protocols, later fragments, headers that cannot be followed.
     Opaque,
 }
 
-/// Reads the fixed part of an IPv4 header (RFC 791).
+/// What the transport header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transport {
+    /// Its kind.
+    pub kind: Kind,
+    /// Source port of a SYN or UDP packet, host order.
+    pub sport: u16,
+    /// Destination port of a SYN or UDP packet, host order.
+    pub dport: u16,
+}
+
+impl Transport {
+    /// A header whose ports do not matter.
+    pub const fn of(kind: Kind) -> Self {
+        Self { kind, sport: 0, dport: 0 }
+    }
+}
+
+/// Byte `at` of a header.
 #[inline(always)]
-pub const fn ipv4(h: &[u8; 20]) -> Next {
-    let header = (h[0] & 0x0f) as u32 * 4;
-    if h[0] >> 4 != 4 || header < 20 {
-        return Next::Malformed;
+const fn byte<const N: usize>(h: &[u32; N], at: usize) -> u8 {
+    h[at / 4].to_ne_bytes()[at % 4]
+}
+
+/// Reads the fixed part of an IPv4 header (RFC 791); `None` if it is none.
+#[inline(always)]
+pub const fn ipv4(h: &[u32; 5]) -> Option<Next> {
+    let header = (byte(h, 0) & 0x0f) as u32 * 4;
+    if byte(h, 0) >> 4 != 4 || header < 20 {
+        return None;
     }
-    let protocol = h[9];
-    if h[6] & 0x1f != 0 || h[7] != 0 {
-        return Next::Fragment { protocol };
-    }
-    Next::At { protocol, offset: header }
+    let here = byte(h, 6) & 0x1f == 0 && byte(h, 7) == 0;
+    Some(Next { protocol: byte(h, 9), here, offset: header })
 }
 
 /// Addresses of an IPv4 header.
 #[inline(always)]
-pub const fn ipv4_addresses(h: &[u8; 20]) -> Addresses {
-    let mut a = Addresses { source: [0; 16], destination: [0; 16] };
-    a.source[0] = h[12];
-    a.source[1] = h[13];
-    a.source[2] = h[14];
-    a.source[3] = h[15];
-    a.destination[0] = h[16];
-    a.destination[1] = h[17];
-    a.destination[2] = h[18];
-    a.destination[3] = h[19];
-    a
+pub const fn ipv4_addresses(h: &[u32; 5]) -> Addresses {
+    Addresses { source: [h[3], 0, 0, 0], destination: [h[4], 0, 0, 0] }
 }
 
-/// Reads the fixed IPv6 header (RFC 8200).
+/// Reads the fixed IPv6 header (RFC 8200); `None` if it is none.
 #[inline(always)]
-pub const fn ipv6(h: &[u8; 40]) -> Next {
-    if h[0] >> 4 != 6 {
-        return Next::Malformed;
+pub const fn ipv6(h: &[u32; 10]) -> Option<Next> {
+    if byte(h, 0) >> 4 != 6 {
+        return None;
     }
-    Next::At { protocol: h[6], offset: 40 }
+    Some(Next { protocol: byte(h, 6), here: true, offset: 40 })
 }
 
 /// Addresses of an IPv6 header.
 #[inline(always)]
-pub fn ipv6_addresses(h: &[u8; 40]) -> Addresses {
-    let mut a = Addresses { source: [0; 16], destination: [0; 16] };
-    let mut at = 0;
-    while at < 16 {
-        a.source[at] = h[8 + at];
-        a.destination[at] = h[24 + at];
-        at += 1;
-    }
-    a
+pub const fn ipv6_addresses(h: &[u32; 10]) -> Addresses {
+    Addresses { source: [h[2], h[3], h[4], h[5]], destination: [h[6], h[7], h[8], h[9]] }
 }
 
 /// Whether this protocol number is an extension header that [`extension`] can follow.
@@ -150,92 +168,93 @@ pub const fn is_extension(protocol: u8) -> bool {
     )
 }
 
-/// Follows the extension header `protocol` whose first four bytes are `h` and that begins at `offset`.
+/// Follows an extension header; `h` is its first eight bytes.
 #[inline(always)]
-pub const fn extension(protocol: u8, offset: u32, h: &[u8; 4]) -> Next {
-    let next = h[0];
-    match protocol {
+pub const fn extension(next: Next, h: &[u32; 2]) -> Next {
+    let (protocol, len) = (byte(h, 0), byte(h, 1) as u32);
+    match next.protocol {
+        // The length field is reserved; the fragment's offset is the upper 13 bits of the third and fourth byte.
         EXT_FRAGMENT => {
-            // Offset in the upper 13 bits; the length field is reserved, the header always 8 bytes.
-            if h[2] != 0 || h[3] & 0xf8 != 0 {
-                return Next::Fragment { protocol: next };
-            }
-            Next::At { protocol: next, offset: offset + 8 }
+            Next { protocol, here: byte(h, 2) == 0 && byte(h, 3) & 0xf8 == 0, offset: next.offset + 8 }
         }
         // RFC 4302: in units of four bytes, minus 2.
-        EXT_AUTH => Next::At { protocol: next, offset: offset + (h[1] as u32 + 2) * 4 },
-        _ => Next::At { protocol: next, offset: offset + (h[1] as u32 + 1) * 8 },
+        EXT_AUTH => Next { protocol, here: true, offset: next.offset + (len + 2) * 4 },
+        _ => Next { protocol, here: true, offset: next.offset + (len + 1) * 8 },
     }
 }
 
-/// Reads the first 14 bytes of a TCP header (RFC 9293).
+/// Reads the first 16 bytes of a TCP header (RFC 9293).
 #[inline(always)]
-pub const fn tcp(h: &[u8; 14]) -> Transport {
-    if h[13] & (FLAG_SYN | FLAG_ACK) == FLAG_SYN {
-        Transport::Syn { sport: u16::from_be_bytes([h[0], h[1]]), dport: u16::from_be_bytes([h[2], h[3]]) }
-    } else {
-        Transport::Tcp
+pub const fn tcp(h: &[u32; 4]) -> Transport {
+    if !is_syn(byte(h, 13)) {
+        return Transport::of(Kind::Tcp);
     }
+    ports(Kind::Syn, h[0])
 }
 
-/// Reads the ports of a UDP header.
+/// Whether TCP flags say SYN and not ACK.
 #[inline(always)]
-pub const fn udp(h: &[u8; 4]) -> Transport {
-    Transport::Udp { dport: u16::from_be_bytes([h[2], h[3]]) }
+pub const fn is_syn(flags: u8) -> bool {
+    flags & (FLAG_SYN | FLAG_ACK) == FLAG_SYN
 }
 
-/// Reads a whole packet, given a way to copy `N` bytes at an offset out of it.
+/// TCP and UDP begin with their ports.
+#[inline(always)]
+const fn ports(kind: Kind, word: u32) -> Transport {
+    let [s0, s1, d0, d1] = word.to_ne_bytes();
+    Transport { kind, sport: u16::from_be_bytes([s0, s1]), dport: u16::from_be_bytes([d0, d1]) }
+}
+
+/// Reads a whole packet, given a way to copy words at an offset out of it: family (4 or 6), addresses, transport.
 ///
 /// The programs call this for what their fast path does not cover, host tests for everything.
 #[inline(always)]
 pub fn parse<L: Load>(load: &mut L) -> Option<(u8, Addresses, Transport)> {
-    let first: [u8; 20] = load.load(0)?;
-    let (family, addresses, mut next) = if first[0] >> 4 == 4 {
-        (4, ipv4_addresses(&first), ipv4(&first))
+    let first: [u32; 5] = load.load(0)?;
+    let (family, addresses, mut next) = if byte(&first, 0) >> 4 == 4 {
+        (4, ipv4_addresses(&first), ipv4(&first)?)
     } else {
-        let header: [u8; 40] = load.load(0)?;
-        (6, ipv6_addresses(&header), ipv6(&header))
+        let header: [u32; 10] = load.load(0)?;
+        (6, ipv6_addresses(&header), ipv6(&header)?)
     };
-    if family == 6 {
-        let mut turn = 0;
-        while turn < MAX_EXTENSIONS {
-            match next {
-                Next::At { protocol, offset } if is_extension(protocol) => {
-                    let Some(h) = load.load::<4>(offset) else { return Some((6, addresses, Transport::Opaque)) };
-                    next = extension(protocol, offset, &h);
-                }
-                _ => break,
-            }
-            turn += 1;
-        }
+    let mut turn = 0;
+    while family == 6 && turn < MAX_EXTENSIONS && next.here && is_extension(next.protocol) {
+        let Some(h) = load.load::<2>(next.offset) else {
+            return Some((6, addresses, Transport::of(Kind::Opaque)));
+        };
+        next = extension(next, &h);
+        turn += 1;
     }
-    let transport = match next {
-        Next::At { protocol: IPPROTO_TCP, offset } => match load.load::<14>(offset) {
+    let transport = match next.protocol {
+        IPPROTO_ICMP | IPPROTO_ICMPV6 => Transport::of(Kind::Icmp),
+        IPPROTO_TCP if next.here => match load.load::<4>(next.offset) {
             Some(h) => tcp(&h),
-            None => Transport::TcpCut,
+            None => Transport::of(Kind::TcpCut),
         },
-        Next::At { protocol: IPPROTO_UDP, offset } => match load.load::<4>(offset) {
-            Some(h) => udp(&h),
-            None => Transport::Opaque,
+        IPPROTO_UDP if next.here => match load.load::<2>(next.offset) {
+            Some(h) => ports(Kind::Udp, h[0]),
+            None => Transport::of(Kind::Opaque),
         },
-        Next::At { protocol: IPPROTO_ICMP | IPPROTO_ICMPV6, .. }
-        | Next::Fragment { protocol: IPPROTO_ICMP | IPPROTO_ICMPV6 } => Transport::Icmp,
-        Next::At { .. } | Next::Fragment { .. } => Transport::Opaque,
-        Next::Malformed => return None,
+        _ => Transport::of(Kind::Opaque),
     };
     Some((family, addresses, transport))
 }
 
-/// Copies bytes out of a packet.
+/// Copies words out of a packet.
 pub trait Load {
-    /// `N` bytes from `offset`, `None` if the packet is shorter.
-    fn load<const N: usize>(&mut self, offset: u32) -> Option<[u8; N]>;
+    /// `N` words from `offset`, `None` if the packet is shorter.
+    fn load<const N: usize>(&mut self, offset: u32) -> Option<[u32; N]>;
 }
 
 impl Load for &[u8] {
-    fn load<const N: usize>(&mut self, offset: u32) -> Option<[u8; N]> {
+    fn load<const N: usize>(&mut self, offset: u32) -> Option<[u32; N]> {
         let from = usize::try_from(offset).ok()?;
-        self.get(from..from.checked_add(N)?)?.try_into().ok()
+        let bytes = self.get(from..from.checked_add(4 * N)?)?;
+        let mut words = [0; N];
+        for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(4)) {
+            *word = u32::from_ne_bytes(chunk.try_into().ok()?);
+        }
+        Some(words)
     }
 }
 
@@ -282,7 +301,7 @@ mod tests {
         parse(&mut &*packet).map(|(_, _, transport)| transport)
     }
 
-    const SYN: Transport = Transport::Syn { sport: 40000, dport: 8080 };
+    const SYN: Transport = Transport { kind: Kind::Syn, sport: 40000, dport: 8080 };
 
     #[test]
     fn transports() {
@@ -304,35 +323,67 @@ mod tests {
             ("SYN", v4(6, 0, 0, &syn), Some(SYN)),
             ("SYN with ECN bits", v4(6, 0, 0, &tcp_header(0xc2)), Some(SYN)),
             ("SYN with FIN, RST, PSH", v4(6, 0, 0, &tcp_header(0x0f)), Some(SYN)),
-            ("SYN-ACK", v4(6, 0, 0, &tcp_header(0x12)), Some(Transport::Tcp)),
-            ("ACK", v4(6, 0, 0, &tcp_header(0x10)), Some(Transport::Tcp)),
-            ("RST", v4(6, 0, 0, &tcp_header(0x04)), Some(Transport::Tcp)),
-            ("no flags", v4(6, 0, 0, &tcp_header(0)), Some(Transport::Tcp)),
+            ("SYN-ACK", v4(6, 0, 0, &tcp_header(0x12)), Some(Transport::of(Kind::Tcp))),
+            ("ACK", v4(6, 0, 0, &tcp_header(0x10)), Some(Transport::of(Kind::Tcp))),
+            ("RST", v4(6, 0, 0, &tcp_header(0x04)), Some(Transport::of(Kind::Tcp))),
+            ("no flags", v4(6, 0, 0, &tcp_header(0)), Some(Transport::of(Kind::Tcp))),
             ("IP options", v4(6, 40, 0, &syn), Some(SYN)),
             ("don't fragment", v4(6, 0, 0x4000, &syn), Some(SYN)),
             ("first fragment", v4(6, 0, 0x2000, &syn), Some(SYN)),
-            ("first fragment, 8 bytes of TCP", v4(6, 0, 0x2000, &syn[..8]), Some(Transport::TcpCut)),
-            ("later fragment", v4(6, 0, 0x0001, &syn), Some(Transport::Opaque)),
-            ("later ICMP fragment", v4(1, 0, 0x00b9, &[]), Some(Transport::Icmp)),
-            ("UDP", v4(17, 0, 0, &udp), Some(Transport::Udp { dport: 53 })),
-            ("UDP cut", v4(17, 0, 0, &udp[..2]), Some(Transport::Opaque)),
-            ("ICMP", v4(1, 0, 0, &[8, 0]), Some(Transport::Icmp)),
-            ("SCTP", v4(132, 0, 0, &syn), Some(Transport::Opaque)),
-            ("IP in IP", v4(4, 0, 0, &v4(6, 0, 0, &syn)), Some(Transport::Opaque)),
-            ("header length below 20", { let mut p = v4(6, 0, 0, &syn); p[0] = 0x44; p }, None),
+            (
+                "first fragment, 8 bytes of TCP",
+                v4(6, 0, 0x2000, &syn[..8]),
+                Some(Transport::of(Kind::TcpCut)),
+            ),
+            ("later fragment", v4(6, 0, 0x0001, &syn), Some(Transport::of(Kind::Opaque))),
+            ("later ICMP fragment", v4(1, 0, 0x00b9, &[]), Some(Transport::of(Kind::Icmp))),
+            ("UDP", v4(17, 0, 0, &udp), Some(Transport { kind: Kind::Udp, sport: 40000, dport: 53 })),
+            ("UDP cut", v4(17, 0, 0, &udp[..2]), Some(Transport::of(Kind::Opaque))),
+            ("ICMP", v4(1, 0, 0, &[8, 0]), Some(Transport::of(Kind::Icmp))),
+            ("SCTP", v4(132, 0, 0, &syn), Some(Transport::of(Kind::Opaque))),
+            ("IP in IP", v4(4, 0, 0, &v4(6, 0, 0, &syn)), Some(Transport::of(Kind::Opaque))),
+            (
+                "header length below 20",
+                {
+                    let mut p = v4(6, 0, 0, &syn);
+                    p[0] = 0x44;
+                    p
+                },
+                None,
+            ),
             ("short", vec![0x45; 19], None),
             ("empty", vec![], None),
-            ("version 5", { let mut p = v6(6, &syn); p[0] = 0x50; p }, None),
+            (
+                "version 5",
+                {
+                    let mut p = v6(6, &syn);
+                    p[0] = 0x50;
+                    p
+                },
+                None,
+            ),
             ("v6 SYN", v6(6, &syn), Some(SYN)),
-            ("v6 cut", v6(6, &syn[..13]), Some(Transport::TcpCut)),
+            ("v6 cut", v6(6, &syn[..13]), Some(Transport::of(Kind::TcpCut))),
             ("v6 hop-by-hop, destination, first fragment", v6(EXT_HOP_BY_HOP, &chain), Some(SYN)),
             ("v6 authentication header", v6(EXT_AUTH, &auth), Some(SYN)),
-            ("v6 later fragment", v6(EXT_FRAGMENT, &[6, 0, 0, 8, 0, 0, 0, 9]), Some(Transport::Opaque)),
-            ("v6 neighbour solicitation", v6(58, &[135, 0]), Some(Transport::Icmp)),
-            ("v6 MLD behind hop-by-hop", v6(EXT_HOP_BY_HOP, &[58, 0, 5, 2, 0, 0, 0, 0, 143, 0]), Some(Transport::Icmp)),
-            ("v6 more extension headers than followed", v6(EXT_HOP_BY_HOP, &endless), Some(Transport::Opaque)),
-            ("v6 extension header cut", v6(EXT_HOP_BY_HOP, &[6]), Some(Transport::Opaque)),
-            ("v6 no next header", v6(59, &[]), Some(Transport::Opaque)),
+            (
+                "v6 later fragment",
+                v6(EXT_FRAGMENT, &[6, 0, 0, 8, 0, 0, 0, 9]),
+                Some(Transport::of(Kind::Opaque)),
+            ),
+            ("v6 neighbour solicitation", v6(58, &[135, 0]), Some(Transport::of(Kind::Icmp))),
+            (
+                "v6 MLD behind hop-by-hop",
+                v6(EXT_HOP_BY_HOP, &[58, 0, 5, 2, 0, 0, 0, 0, 143, 0]),
+                Some(Transport::of(Kind::Icmp)),
+            ),
+            (
+                "v6 more extension headers than followed",
+                v6(EXT_HOP_BY_HOP, &endless),
+                Some(Transport::of(Kind::Opaque)),
+            ),
+            ("v6 extension header cut", v6(EXT_HOP_BY_HOP, &[6, 0, 0, 0]), Some(Transport::of(Kind::Opaque))),
+            ("v6 no next header", v6(59, &[]), Some(Transport::of(Kind::Opaque))),
         ];
         for (name, packet, expected) in table {
             assert_eq!(transport(packet), *expected, "{name}");
@@ -342,9 +393,10 @@ mod tests {
     #[test]
     fn addresses() {
         let (family, a, _) = parse(&mut &*v4(6, 0, 0, &tcp_header(2))).unwrap();
-        assert_eq!((family, &a.source[..5], &a.destination[..5]), (4, &[10, 0, 0, 1, 0][..], &[192, 0, 2, 1, 0][..]));
+        assert_eq!((family, a.source, a.destination), (4, address4([10, 0, 0, 1]), address4([192, 0, 2, 1])));
         let (family, a, _) = parse(&mut &*v6(6, &tcp_header(2))).unwrap();
-        assert_eq!((family, a.source[15], a.destination[15]), (6, 1, 2));
+        assert_eq!((family, address_bytes(a.source)[15], address_bytes(a.destination)[15]), (6, 1, 2));
+        assert_eq!(address(address_bytes(a.source)), a.source);
     }
 
     proptest! {

@@ -129,7 +129,11 @@ impl Verdict {
     pub const fn is_bypass(self) -> bool {
         matches!(
             self,
-            Self::Bypass | Self::BypassRaw | Self::ProxyUidImpersonation | Self::FamilyGap | Self::InboundBypass
+            Self::Bypass
+                | Self::BypassRaw
+                | Self::ProxyUidImpersonation
+                | Self::FamilyGap
+                | Self::InboundBypass
         )
     }
 }

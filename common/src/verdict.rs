@@ -5,10 +5,10 @@
 //! ARCHITECTURE.md, in the same order.
 
 use crate::abi::{
-    CONFIG_JUDGE_NON_TCP, POD_GAP_DROP, POD_GAP4, POD_GAP6, POD_INBOUND_DROP, POD_NON_TCP_DROP, POD_PROXY_MARK,
-    POD_PROXY_UID, POD_QUIC_DROP, PodPolicy,
+    CONFIG_JUDGE_NON_TCP, POD_GAP_DROP, POD_GAP4, POD_GAP6, POD_INBOUND_DROP, POD_NON_TCP_DROP,
+    POD_PROXY_MARK, POD_PROXY_UID, POD_QUIC_DROP, PodPolicy,
 };
-use crate::headers::{Addresses, Transport};
+use crate::headers::{Address, Addresses, Kind, Transport};
 use crate::ids::{LOOPBACK_IFINDEX, MODE_INHERIT, Mode, PodKind, UnknownPolicy, Verdict};
 
 /// What the program knows of a packet without asking anybody.
@@ -70,7 +70,7 @@ pub trait Facts {
     /// Time, ns of `CLOCK_MONOTONIC`.
     fn now_ns(&mut self) -> u64;
     /// The destination that the socket asked for, `None` without a full socket.
-    fn socket_destination(&mut self) -> Option<[u8; 16]>;
+    fn socket_destination(&mut self) -> Option<Address>;
     /// The cgroup id of the socket's ancestor at `level`; 0 if its cgroup is above.
     fn ancestor(&mut self, level: u32) -> u64;
     /// The socket's UID in its user namespace.
@@ -78,9 +78,9 @@ pub trait Facts {
     /// Whether the SYN is the first of its connection.
     fn syn_origin(&mut self) -> SynOrigin;
     /// Whether the exemptions of this pod cover a connection to this port and address.
-    fn exempt(&mut self, policy: &PodPolicy, packet: &Packet, dport: u16) -> bool;
+    fn exempt(&mut self, policy: &PodPolicy, packet: &Packet) -> bool;
     /// Whether an address is one of the node's.
-    fn node_address(&mut self, address: &[u8; 16]) -> bool;
+    fn node_address(&mut self, address: &Address) -> bool;
 }
 
 /// The outcome for one packet.
@@ -113,17 +113,16 @@ pub const fn effective_mode(node: u32, pod: u32) -> u32 {
 /// Rows 1 to 3: what needs no pod. `None` when the pod has to be looked up.
 #[inline(always)]
 pub const fn without_pod(packet: &Packet, flags: u32) -> Option<Judgement> {
-    match packet.transport {
-        Transport::Tcp => Some(Judgement::pass(Verdict::NotNew, false)),
-        Transport::Icmp => Some(Judgement::pass(Verdict::Icmp, false)),
-        Transport::Syn { .. } => None,
+    match packet.transport.kind {
+        Kind::Tcp => Some(Judgement::pass(Verdict::NotNew, false)),
+        Kind::Icmp => Some(Judgement::pass(Verdict::Icmp, false)),
+        Kind::Syn => None,
         // A cut header on lo cannot leave the pod.
-        Transport::TcpCut if packet.ifindex == LOOPBACK_IFINDEX => Some(Judgement::pass(Verdict::Local, false)),
-        Transport::TcpCut => None,
-        Transport::Udp { .. } | Transport::Opaque if packet.ifindex == LOOPBACK_IFINDEX => {
+        Kind::TcpCut | Kind::Udp | Kind::Opaque if packet.ifindex == LOOPBACK_IFINDEX => {
             Some(Judgement::pass(Verdict::Local, false))
         }
-        Transport::Udp { .. } | Transport::Opaque => {
+        Kind::TcpCut => None,
+        Kind::Udp | Kind::Opaque => {
             if flags & CONFIG_JUDGE_NON_TCP == 0 {
                 Some(Judgement::pass(Verdict::Other, false))
             } else {
@@ -136,7 +135,7 @@ pub const fn without_pod(packet: &Packet, flags: u32) -> Option<Judgement> {
 /// The egress table, from row 4 on: call it when [`without_pod`] has no answer.
 #[inline(always)]
 pub fn egress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, facts: &mut F) -> Judgement {
-    let new = matches!(packet.transport, Transport::Syn { .. } | Transport::TcpCut);
+    let new = matches!(packet.transport.kind, Kind::Syn | Kind::TcpCut);
     let policy = match pod {
         Pod::None => return Judgement::pass(Verdict::NotJudged, false),
         Pod::Missing => return Judgement::pass(Verdict::Unknown, new),
@@ -152,11 +151,11 @@ pub fn egress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fact
         return Judgement::pass(Verdict::NotJudged, new);
     }
     let enforce = mode == Mode::Enforce.code();
-    let dport = match packet.transport {
-        Transport::Syn { dport, .. } => dport,
-        Transport::TcpCut => return bypass(Verdict::BypassRaw, enforce, true, facts),
-        _ => return non_tcp(packet, policy, enforce, facts),
-    };
+    match packet.transport.kind {
+        Kind::Syn => {}
+        Kind::TcpCut => return bypass(Verdict::BypassRaw, enforce, true, facts),
+        Kind::Tcp | Kind::Udp | Kind::Icmp | Kind::Opaque => return non_tcp(packet, policy, enforce, facts),
+    }
     if packet.ifindex == LOOPBACK_IFINDEX {
         return on_loopback(packet, policy, facts);
     }
@@ -165,7 +164,7 @@ pub fn egress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fact
         return Judgement::pass(Verdict::Proxy, true);
     }
     // 9: what the mesh itself lets out.
-    if facts.exempt(policy, packet, dport) {
+    if facts.exempt(policy, packet) {
         return Judgement::pass(Verdict::Exempt, true);
     }
     // 12, of a family that this mesh does not redirect.
@@ -199,7 +198,13 @@ fn unknown<F: Facts>(
         && settings.mode != Mode::Off.code()
         && facts.now_ns().saturating_sub(policy.since_ns) < settings.hold_ns
     {
-        return Judgement { verdict: Verdict::Unknown, drop: true, count: first, would_drop: false, held: true };
+        return Judgement {
+            verdict: Verdict::Unknown,
+            drop: true,
+            count: first,
+            would_drop: false,
+            held: true,
+        };
     }
     Judgement::pass(Verdict::Unknown, first)
 }
@@ -229,20 +234,26 @@ fn is_redirected<F: Facts>(packet: &Packet, facts: &mut F) -> bool {
         return false;
     }
     let Addresses { source, destination } = &packet.addresses;
-    if asked != *destination {
+    if !same(&asked, destination) {
         return true;
     }
-    packet.mark != 0 && destination != source && !is_loopback(packet.family, source)
+    packet.mark != 0 && !same(destination, source) && !is_loopback(packet.family, source)
 }
 
 /// 127.0.0.0/8 or ::1.
 #[inline(always)]
-pub fn is_loopback(family: u8, address: &[u8; 16]) -> bool {
+pub const fn is_loopback(family: u8, address: &Address) -> bool {
     if family == 4 {
-        address[0] == 127
+        address[0].to_ne_bytes()[0] == 127
     } else {
-        *address == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+        address[0] | address[1] | address[2] == 0 && address[3] == 1u32.to_be()
     }
+}
+
+/// Whether two addresses are the same.
+#[inline(always)]
+const fn same(a: &Address, b: &Address) -> bool {
+    (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]) == 0
 }
 
 /// Row 8: by container; by UID only until the container is known; by mark where the mesh marks its packets.
@@ -270,17 +281,19 @@ fn bypass<F: Facts>(verdict: Verdict, enforce: bool, droppable: bool, facts: &mu
             Judgement { verdict, drop, count: true, would_drop, held: false }
         }
         // The more telling reason: the kernel's own stack did not send this.
-        SynOrigin::Raw => Judgement { verdict: Verdict::BypassRaw, drop, count: true, would_drop, held: false },
+        SynOrigin::Raw => {
+            Judgement { verdict: Verdict::BypassRaw, drop, count: true, would_drop, held: false }
+        }
     }
 }
 
 /// Row 13.
 #[inline(always)]
 fn non_tcp<F: Facts>(packet: &Packet, policy: &PodPolicy, enforce: bool, facts: &mut F) -> Judgement {
-    let (verdict, flag) = match packet.transport {
-        Transport::Udp { dport: 53 } => return Judgement::pass(Verdict::Dns, true),
-        Transport::Udp { dport: 443 } => (Verdict::Quic, POD_QUIC_DROP),
-        Transport::Udp { .. } => (Verdict::Udp, POD_NON_TCP_DROP),
+    let (verdict, flag) = match (packet.transport.kind, packet.transport.dport) {
+        (Kind::Udp, 53) => return Judgement::pass(Verdict::Dns, true),
+        (Kind::Udp, 443) => (Verdict::Quic, POD_QUIC_DROP),
+        (Kind::Udp, _) => (Verdict::Udp, POD_NON_TCP_DROP),
         _ => (Verdict::Other, POD_NON_TCP_DROP),
     };
     // QUIC is UDP as well: either switch drops it.
@@ -294,20 +307,21 @@ fn non_tcp<F: Facts>(packet: &Packet, policy: &PodPolicy, enforce: bool, facts: 
 /// Destinations that no proxy could take: multicast, broadcast, IPv6 link-local.
 #[inline(always)]
 fn is_multicast_or_link_local(packet: &Packet) -> bool {
-    let d = &packet.addresses.destination;
+    let word = packet.addresses.destination[0];
+    let [first, second, ..] = word.to_ne_bytes();
     if packet.family == 4 {
-        d[0] & 0xf0 == 0xe0 || (d[0] == 255 && d[1] == 255 && d[2] == 255 && d[3] == 255)
+        first & 0xf0 == 0xe0 || word == u32::MAX
     } else {
-        d[0] == 0xff || (d[0] == 0xfe && d[1] & 0xc0 == 0x80)
+        first == 0xff || (first == 0xfe && second & 0xc0 == 0x80)
     }
 }
 
 /// The ingress table: a new connection from outside the pod, seen with the socket that will accept it.
 #[inline(always)]
 pub fn ingress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, facts: &mut F) -> Judgement {
-    let Transport::Syn { dport, .. } = packet.transport else {
+    if !matches!(packet.transport.kind, Kind::Syn) {
         return Judgement::pass(Verdict::NotNew, false);
-    };
+    }
     let Pod::Known(policy) = pod else { return Judgement::pass(Verdict::NotJudged, false) };
     let mode = effective_mode(settings.mode, policy.mode);
     if policy.kind != PodKind::Meshed.code() || mode == Mode::Off.code() {
@@ -317,7 +331,7 @@ pub fn ingress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fac
     if policy.proxy_cgroup == 0
         || facts.ancestor(policy.level + 1) == policy.proxy_cgroup
         || facts.node_address(&packet.addresses.source)
-        || facts.exempt(policy, packet, dport)
+        || facts.exempt(policy, packet)
     {
         return Judgement::pass(Verdict::InboundOk, true);
     }

@@ -7,7 +7,7 @@ use aya_ebpf::bindings::bpf_sock_addr;
 use aya_ebpf::helpers::generated::bpf_get_current_ancestor_cgroup_id;
 use aya_ebpf::programs::SockAddrContext;
 use nobypass_common::abi::{POD_EXEMPT_IDS, POD_FASTFAIL4, POD_FASTFAIL6};
-use nobypass_common::headers::{Addresses, IPPROTO_TCP, Transport};
+use nobypass_common::headers::{Address, Addresses, IPPROTO_TCP, Kind, Transport};
 use nobypass_common::ids::{Counter, Hook, Mode, PodKind};
 use nobypass_common::verdict::{self, Packet};
 
@@ -22,11 +22,9 @@ const ALLOW: i32 = 1;
 /// Judges a connect(2) of an IPv4 socket.
 #[inline(always)]
 pub fn v4(ctx: &SockAddrContext) -> i32 {
-    let mut destination = [0u8; 16];
-    // SAFETY: fields of the context, 4-byte reads.
+    // SAFETY: a field of the context, a 4-byte read.
     let word = unsafe { core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip4) };
-    destination[..4].copy_from_slice(&word.to_ne_bytes());
-    judge(ctx.sock_addr, 4, destination, POD_FASTFAIL4)
+    judge(ctx.sock_addr, 4, [word, 0, 0, 0], POD_FASTFAIL4)
 }
 
 /// Judges a connect(2) of an IPv6 socket, which may be to an IPv4-mapped address.
@@ -41,20 +39,14 @@ pub fn v6(ctx: &SockAddrContext) -> i32 {
             core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip6[3]),
         ]
     };
-    let mut destination = [0u8; 16];
     if words[0] == 0 && words[1] == 0 && words[2] == 0xffff_u32.to_be() {
-        destination[..4].copy_from_slice(&words[3].to_ne_bytes());
-        return judge(ctx.sock_addr, 4, destination, POD_FASTFAIL4);
+        return judge(ctx.sock_addr, 4, [words[3], 0, 0, 0], POD_FASTFAIL4);
     }
-    destination[..4].copy_from_slice(&words[0].to_ne_bytes());
-    destination[4..8].copy_from_slice(&words[1].to_ne_bytes());
-    destination[8..12].copy_from_slice(&words[2].to_ne_bytes());
-    destination[12..].copy_from_slice(&words[3].to_ne_bytes());
-    judge(ctx.sock_addr, 6, destination, POD_FASTFAIL6)
+    judge(ctx.sock_addr, 6, words, POD_FASTFAIL6)
 }
 
 #[inline(always)]
-fn judge(addr: *mut bpf_sock_addr, family: u8, destination: [u8; 16], fastfail: u32) -> i32 {
+fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u32) -> i32 {
     let Some(config) = pod::config() else { return ALLOW };
     // SAFETY: fields of the context, 4-byte reads.
     let (protocol, port) = unsafe {
@@ -84,12 +76,12 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: [u8; 16], fastfail: 
     let dport = u16::from_be(port as u16);
     let packet = Packet {
         family,
-        addresses: Addresses { source: [0; 16], destination },
-        transport: Transport::Syn { sport: 0, dport },
+        addresses: Addresses { source: [0; 4], destination },
+        transport: Transport { kind: Kind::Syn, sport: 0, dport },
         ifindex: 0,
         mark: 0,
     };
-    if port_or_network_exempt(policy, &packet, dport, Hook::Egress) {
+    if port_or_network_exempt(policy, &packet, Hook::Egress) {
         return ALLOW;
     }
     Tally::of(owner.id).add(Counter::FastFail);

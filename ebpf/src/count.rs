@@ -2,6 +2,7 @@
 
 use aya_ebpf::helpers::bpf_ktime_get_ns;
 use nobypass_common::abi::{Config, Event, PodCounters};
+use nobypass_common::headers::{IPPROTO_TCP, IPPROTO_UDP, Kind, Transport};
 use nobypass_common::ids::{Action, COUNTERS as SLOTS, Counter, Hook, V4, V6, Verdict};
 use nobypass_common::verdict::{Judgement, Packet};
 
@@ -155,11 +156,11 @@ fn emit(tally: &Tally, packet: &Packet, judgement: &Judgement, now: u64, seen: S
         tally.add(Counter::EventsRingFull);
         return;
     };
-    let (sport, dport, protocol) = match packet.transport {
-        nobypass_common::headers::Transport::Syn { sport, dport } => (sport, dport, 6),
-        nobypass_common::headers::Transport::Udp { dport } => (0, dport, 17),
-        nobypass_common::headers::Transport::TcpCut => (0, 0, 6),
-        _ => (0, 0, 0),
+    let Transport { kind, sport, dport } = packet.transport;
+    let protocol = match kind {
+        Kind::Syn | Kind::Tcp | Kind::TcpCut => IPPROTO_TCP,
+        Kind::Udp => IPPROTO_UDP,
+        Kind::Icmp | Kind::Opaque => 0,
     };
     let action = if judgement.drop { Action::Drop } else { Action::Pass };
     entry.write(Event {
@@ -174,7 +175,7 @@ fn emit(tally: &Tally, packet: &Packet, judgement: &Judgement, now: u64, seen: S
         sport,
         dport,
         family: packet.family as u16,
-        protocol,
+        protocol: protocol as u16,
         verdict: judgement.verdict.code() as u16,
         action: action.code() as u16,
         hook: seen.hook.code() as u16,

@@ -4,7 +4,7 @@ use aya_ebpf::EbpfContext as _;
 use aya_ebpf::bindings::__sk_buff;
 use aya_ebpf::helpers::generated::bpf_get_socket_cookie;
 use aya_ebpf::programs::SkBuffContext;
-use nobypass_common::headers::Transport;
+use nobypass_common::headers::Kind;
 use nobypass_common::ids::{Hook, Verdict};
 use nobypass_common::verdict::{self, Facts as _, Judgement, Packet, Pod, Settings, SynOrigin};
 
@@ -18,9 +18,6 @@ use crate::{DROP, PASS, packet};
 pub fn run(ctx: &SkBuffContext) -> i32 {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
     let Some(packet) = packet::read(skb) else { return PASS };
-    if matches!(packet.transport, Transport::Tcp) {
-        return PASS;
-    }
     let Some(config) = pod::config() else { return PASS };
     if let Some(judgement) = verdict::without_pod(&packet, config.flags) {
         return if judgement.drop { DROP } else { PASS };
@@ -67,7 +64,7 @@ pub fn pod_of(owner: &Owner) -> Pod<'_> {
 /// Notes on the socket what became of its SYN, where a retransmit would otherwise be taken for something else.
 #[inline(always)]
 fn remember(facts: &SkbFacts, packet: &Packet, judgement: &Judgement) {
-    if !matches!(packet.transport, Transport::Syn { .. }) {
+    if !matches!(packet.transport.kind, Kind::Syn) {
         return;
     }
     match facts.origin {

@@ -7,9 +7,10 @@ use aya_ebpf::helpers::{bpf_get_socket_uid, bpf_ktime_get_ns, bpf_sk_fullsock, b
 use aya_ebpf::maps::lpm_trie::Key;
 use aya_ebpf::programs::SkBuffContext;
 use nobypass_common::abi::{
-    CidrKey, ID_IFINDEX, ID_UID, IdKey, POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, PodPolicy, PortKey,
+    CidrKey, ID_IFINDEX, ID_UID, IdKey, POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, PodPolicy,
+    PortKey,
 };
-use nobypass_common::headers::IPPROTO_TCP;
+use nobypass_common::headers::{Address, IPPROTO_TCP};
 use nobypass_common::ids::Hook;
 use nobypass_common::verdict::{Facts, Packet, SynOrigin};
 
@@ -71,31 +72,23 @@ impl Facts for SkbFacts {
     }
 
     #[inline(always)]
-    fn socket_destination(&mut self) -> Option<[u8; 16]> {
+    fn socket_destination(&mut self) -> Option<Address> {
         let sk = self.socket()?;
-        let mut address = [0u8; 16];
         // The packet's family decides: an AF_INET6 socket has valid IPv4 fields only while it speaks IPv4.
         // `read_volatile` keeps each access a plain 4-byte one, which is all the verifier allows here.
-        if self.family == 4 {
-            // SAFETY: a full socket.
-            let word = unsafe { core::ptr::read_volatile(&raw const (*sk).dst_ip4) };
-            address[..4].copy_from_slice(&word.to_ne_bytes());
-        } else {
-            // SAFETY: as above.
-            let words = unsafe {
-                [
+        // SAFETY: a full socket.
+        unsafe {
+            if self.family == 4 {
+                Some([core::ptr::read_volatile(&raw const (*sk).dst_ip4), 0, 0, 0])
+            } else {
+                Some([
                     core::ptr::read_volatile(&raw const (*sk).dst_ip6[0]),
                     core::ptr::read_volatile(&raw const (*sk).dst_ip6[1]),
                     core::ptr::read_volatile(&raw const (*sk).dst_ip6[2]),
                     core::ptr::read_volatile(&raw const (*sk).dst_ip6[3]),
-                ]
-            };
-            address[..4].copy_from_slice(&words[0].to_ne_bytes());
-            address[4..8].copy_from_slice(&words[1].to_ne_bytes());
-            address[8..12].copy_from_slice(&words[2].to_ne_bytes());
-            address[12..].copy_from_slice(&words[3].to_ne_bytes());
+                ])
+            }
         }
-        Some(address)
     }
 
     #[inline(always)]
@@ -117,8 +110,8 @@ impl Facts for SkbFacts {
     }
 
     #[inline(always)]
-    fn exempt(&mut self, policy: &PodPolicy, packet: &Packet, dport: u16) -> bool {
-        if port_or_network_exempt(policy, packet, dport, self.hook) {
+    fn exempt(&mut self, policy: &PodPolicy, packet: &Packet) -> bool {
+        if port_or_network_exempt(policy, packet, self.hook) {
             return true;
         }
         if policy.flags & POD_EXEMPT_IDS == 0 {
@@ -131,7 +124,7 @@ impl Facts for SkbFacts {
     }
 
     #[inline(always)]
-    fn node_address(&mut self, address: &[u8; 16]) -> bool {
+    fn node_address(&mut self, address: &Address) -> bool {
         // SAFETY: only presence matters.
         unsafe { NODE_ADDRS.get(address).is_some() }
     }
@@ -180,9 +173,9 @@ pub fn ancestor(skb: *mut __sk_buff, level: u32) -> u64 {
 
 /// Whether a pod's exempt ports or networks cover a connection.
 #[inline(always)]
-pub fn port_or_network_exempt(policy: &PodPolicy, packet: &Packet, dport: u16, hook: Hook) -> bool {
+pub fn port_or_network_exempt(policy: &PodPolicy, packet: &Packet, hook: Hook) -> bool {
     if policy.flags & POD_EXEMPT_PORTS != 0 {
-        let key = PortKey::new(policy.exempt_set, IPPROTO_TCP, hook.code() as u8, dport);
+        let key = PortKey::new(policy.exempt_set, IPPROTO_TCP, hook.code() as u8, packet.transport.dport);
         if EXEMPT_PORTS.get(Key::new(PortKey::FIXED_BITS + 16, key)).is_some() {
             return true;
         }

@@ -4,7 +4,7 @@ use aya_ebpf::EbpfContext as _;
 use aya_ebpf::bindings::__sk_buff;
 use aya_ebpf::programs::SkBuffContext;
 use nobypass_common::abi::CONFIG_INBOUND;
-use nobypass_common::headers::Transport;
+use nobypass_common::headers::Kind;
 use nobypass_common::ids::{Hook, LOOPBACK_IFINDEX};
 use nobypass_common::verdict::{self, Facts as _};
 
@@ -18,7 +18,7 @@ use crate::{DROP, PASS, packet, pod};
 pub fn run(ctx: &SkBuffContext) -> i32 {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
     let Some(packet) = packet::read(skb) else { return PASS };
-    if !matches!(packet.transport, Transport::Syn { .. }) || packet.ifindex == LOOPBACK_IFINDEX {
+    if !matches!(packet.transport.kind, Kind::Syn) || packet.ifindex == LOOPBACK_IFINDEX {
         return PASS;
     }
     let Some(config) = pod::config() else { return PASS };

@@ -2,12 +2,12 @@
 //! known before any process can be in it.
 
 use aya_ebpf::EbpfContext as _;
-use aya_ebpf::helpers::generated::bpf_probe_read_kernel_str;
 use aya_ebpf::helpers::bpf_ktime_get_ns;
+use aya_ebpf::helpers::generated::bpf_probe_read_kernel_str;
 use aya_ebpf::programs::TracePointContext;
 use aya_log_ebpf::warn;
 use nobypass_common::abi::{CGROUP_PATH_MAX, CgroupRecord, Config, MAX_PARENTS};
-use nobypass_common::cgroup_path::{Place, Walk, place};
+use nobypass_common::cgroup_path::{self, Place, Words};
 use nobypass_common::ids::{CgroupChange, PodKind};
 
 use crate::maps::{CGROUPS, COUNTERS, HEARTBEAT, POLICY, SCRATCH};
@@ -20,8 +20,8 @@ const LEVEL: usize = 12;
 const ID: usize = 16;
 const PATH: usize = 24;
 
-/// Deepest directory below a parent that is reported: QoS class, pod, container.
-const MAX_DEPTH: u32 = 3;
+/// A power of two, below the length of a path and above that of a prefix with a pod's name: lets an offset be masked.
+const MAX_OFFSET: usize = 256;
 
 /// An agent silent for longer does not read a dead pod's counters any more.
 const SILENCE_NS: u64 = 60_000_000_000;
@@ -29,11 +29,11 @@ const SILENCE_NS: u64 = 60_000_000_000;
 /// A directory was made.
 #[inline(always)]
 pub fn mkdir(ctx: &TracePointContext) -> u32 {
-    let Some((record, depth, named_pod)) = read(ctx) else { return 0 };
-    let kind = match place(depth, named_pod) {
+    let Some((record, place)) = read(ctx) else { return 0 };
+    let kind = match place {
         Place::Pod => Some(PodKind::Unknown),
         Place::Qos => Some(PodKind::Qos),
-        Place::Below => None,
+        Place::Container => None,
     };
     if let Some(kind) = kind
         && !pod::add(record.id, record.level, kind)
@@ -47,8 +47,8 @@ pub fn mkdir(ctx: &TracePointContext) -> u32 {
 /// A directory was removed.
 #[inline(always)]
 pub fn rmdir(ctx: &TracePointContext) -> u32 {
-    let Some((record, depth, named_pod)) = read(ctx) else { return 0 };
-    if !matches!(place(depth, named_pod), Place::Below) {
+    let Some((record, place)) = read(ctx) else { return 0 };
+    if !matches!(place, Place::Container) {
         let _ = POLICY.remove(record.id);
         // The agent folds a dead pod's counters into its sums; without one they would fill the map.
         // SAFETY: no memory is touched.
@@ -64,7 +64,7 @@ pub fn rmdir(ctx: &TracePointContext) -> u32 {
 
 /// Reads the tracepoint's fields; `None` for what is not near below one of our parents.
 #[inline(always)]
-fn read(ctx: &TracePointContext) -> Option<(&'static mut CgroupRecord, u32, bool)> {
+fn read(ctx: &TracePointContext) -> Option<(&'static mut CgroupRecord, Place)> {
     let config = pod::config()?;
     // SAFETY: fields of the tracepoint's record.
     let (root, level, id, path) = unsafe {
@@ -98,42 +98,30 @@ fn read(ctx: &TracePointContext) -> Option<(&'static mut CgroupRecord, u32, bool
     record.level = level as u32;
     record.path_len = (len - 1) as u32;
     record.reserved = 0;
-    let (parent_level, named_pod) = walk(config, record)?;
-    let depth = record.level.wrapping_sub(parent_level);
-    if depth == 0 || depth > MAX_DEPTH {
-        return None;
-    }
-    Some((record, depth, named_pod))
+    let place = place_of(config, record)?;
+    Some((record, place))
 }
 
-/// The level of our parent above this path, and whether the last component is named like a pod's.
+/// What the directory is below whichever of our parents it is.
 #[inline(always)]
-fn walk(config: &Config, record: &CgroupRecord) -> Option<(u32, bool)> {
-    let mut walk = Walk::new();
-    let mut found = u32::MAX;
-    let mut at = 0;
-    while at < CGROUP_PATH_MAX {
-        let byte = record.path[at];
-        if byte == 0 {
+fn place_of(config: &Config, record: &CgroupRecord) -> Option<Place> {
+    let path = &raw const record.path;
+    // SAFETY: the path lies at a multiple of eight bytes in its record (asserted in `abi`).
+    let words = unsafe { &*path.cast::<Words>() };
+    let mut turn = 0;
+    while turn < MAX_PARENTS {
+        if turn >= config.parent_count as usize {
             break;
         }
-        if byte == b'/' && found == u32::MAX {
-            let (hash, level) = walk.here();
-            let mut turn = 0;
-            while turn < MAX_PARENTS {
-                if turn < config.parent_count as usize
-                    && config.parents[turn].path_hash == hash
-                    && config.parents[turn].level == level
-                {
-                    found = level;
-                }
-                turn += 1;
-            }
+        // SAFETY: an offset below the path's length.
+        let byte = |at: u32| unsafe { *path.cast::<u8>().add(at as usize & (MAX_OFFSET - 1)) };
+        let found = cgroup_path::place(&config.parents[turn], words, record.level, byte);
+        if found.is_some() {
+            return found;
         }
-        walk.feed(byte);
-        at += 1;
+        turn += 1;
     }
-    if found == u32::MAX { None } else { Some((found, walk.at_pod())) }
+    None
 }
 
 #[inline(always)]

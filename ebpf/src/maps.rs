@@ -4,6 +4,7 @@ use aya_ebpf::btf_maps::SkStorage;
 use aya_ebpf::macros::{btf_map, map};
 use aya_ebpf::maps::{Array, HashMap, LpmTrie, PerCpuArray, PerCpuHashMap, RingBuf};
 use nobypass_common::abi::{CgroupRecord, CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey};
+use nobypass_common::headers::Address;
 
 /// The node's settings. Written by the agent only.
 #[map]
@@ -38,9 +39,9 @@ pub static EXEMPT_CIDRS: LpmTrie<CidrKey, u8> = LpmTrie::with_max_entries(16_384
 #[map]
 pub static EXEMPT_IDS: HashMap<IdKey, u8> = HashMap::with_max_entries(4096, 0);
 
-/// The node's own addresses: the source of kubelet's probes. IPv4 in the first four bytes.
+/// The node's own addresses: the source of kubelet's probes.
 #[map]
-pub static NODE_ADDRS: HashMap<[u8; 16], u8> = HashMap::with_max_entries(256, 0);
+pub static NODE_ADDRS: HashMap<Address, u8> = HashMap::with_max_entries(256, 0);
 
 /// Names of pods for `nobypass status` without an agent; the programs never read it.
 #[map]

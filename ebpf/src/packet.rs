@@ -2,7 +2,7 @@
 
 use aya_ebpf::bindings::__sk_buff;
 use aya_ebpf::helpers::bpf_skb_load_bytes;
-use nobypass_common::headers::{self, Addresses, IPPROTO_TCP, Load, Transport};
+use nobypass_common::headers::{self, Addresses, IPPROTO_TCP, Kind, Load};
 use nobypass_common::verdict::Packet;
 
 /// IPv4 without options, and TCP.
@@ -10,7 +10,8 @@ const V4_TCP: usize = 40;
 /// IPv6 without extension headers, and TCP.
 const V6_TCP: usize = 60;
 
-/// Reads the headers of a packet; `None` for what is not IP.
+/// Reads the headers of a packet; `None` for what passes unseen: later packets of a TCP connection, and what is
+/// not IP.
 #[inline(always)]
 pub fn read(skb: *mut __sk_buff) -> Option<Packet> {
     // SAFETY: the context pointer is valid while the program runs; the verifier checks the field accesses.
@@ -18,50 +19,50 @@ pub fn read(skb: *mut __sk_buff) -> Option<Packet> {
         unsafe { ((*skb).data as usize, (*skb).data_end as usize, (*skb).ifindex, (*skb).mark) };
     let packet = |family, addresses, transport| Some(Packet { family, addresses, transport, ifindex, mark });
     if data + V4_TCP <= end {
+        // Words, not bytes: the stack builds headers at multiples of four, and x86 and arm64 take any other too.
         // SAFETY: 40 bytes are there.
-        let h = unsafe { &*(data as *const [u8; V4_TCP]) };
+        let h = unsafe { &*(data as *const [u32; V4_TCP / 4]) };
+        let [version, ..] = h[0].to_ne_bytes();
+        let [.., frag_hi, frag_lo] = h[1].to_ne_bytes();
+        let [_, protocol, ..] = h[2].to_ne_bytes();
         // Version 4, five words; TCP; not a later fragment.
-        if h[0] == 0x45 && h[9] == IPPROTO_TCP && h[6] & 0x1f == 0 && h[7] == 0 {
-            let transport = tcp(h[20], h[21], h[22], h[23], h[33]);
-            if matches!(transport, Transport::Tcp) {
-                return packet(4, NO_ADDRESSES, transport);
+        if version == 0x45 && protocol == IPPROTO_TCP && frag_hi & 0x1f == 0 && frag_lo == 0 {
+            if !headers::is_syn(h[8].to_ne_bytes()[1]) {
+                return None;
             }
-            let mut a = NO_ADDRESSES;
-            a.source[..4].copy_from_slice(&[h[12], h[13], h[14], h[15]]);
-            a.destination[..4].copy_from_slice(&[h[16], h[17], h[18], h[19]]);
-            return packet(4, a, transport);
+            let transport = headers::tcp(&[h[5], h[6], h[7], h[8]]);
+            return packet(4, headers::ipv4_addresses(&[h[0], h[1], h[2], h[3], h[4]]), transport);
         }
-        if h[0] >> 4 == 6 && h[6] == IPPROTO_TCP && data + V6_TCP <= end {
+        if version >> 4 == 6 && data + V6_TCP <= end {
             // SAFETY: 60 bytes are there.
-            let h = unsafe { &*(data as *const [u8; V6_TCP]) };
-            let transport = tcp(h[40], h[41], h[42], h[43], h[53]);
-            if matches!(transport, Transport::Tcp) {
-                return packet(6, NO_ADDRESSES, transport);
+            let h = unsafe { &*(data as *const [u32; V6_TCP / 4]) };
+            let [.., next, _] = h[1].to_ne_bytes();
+            if next == IPPROTO_TCP {
+                if !headers::is_syn(h[13].to_ne_bytes()[1]) {
+                    return None;
+                }
+                let addresses =
+                    Addresses { source: [h[2], h[3], h[4], h[5]], destination: [h[6], h[7], h[8], h[9]] };
+                return packet(6, addresses, headers::tcp(&[h[10], h[11], h[12], h[13]]));
             }
-            // SAFETY: as above, the first 40 bytes of it.
-            let header = unsafe { &*(data as *const [u8; 40]) };
-            return packet(6, headers::ipv6_addresses(header), transport);
         }
     }
     let (family, addresses, transport) = headers::parse(&mut Skb(skb))?;
+    if matches!(transport.kind, Kind::Tcp) {
+        return None;
+    }
     packet(family, addresses, transport)
-}
-
-const NO_ADDRESSES: Addresses = Addresses { source: [0; 16], destination: [0; 16] };
-
-#[inline(always)]
-fn tcp(s0: u8, s1: u8, d0: u8, d1: u8, flags: u8) -> Transport {
-    headers::tcp(&[s0, s1, d0, d1, 0, 0, 0, 0, 0, 0, 0, 0, 0, flags])
 }
 
 struct Skb(*mut __sk_buff);
 
 impl Load for Skb {
     #[inline(always)]
-    fn load<const N: usize>(&mut self, offset: u32) -> Option<[u8; N]> {
-        let mut bytes = [0u8; N];
-        // SAFETY: the helper checks the range and writes `N` bytes.
-        let ret = unsafe { bpf_skb_load_bytes(self.0.cast(), offset, bytes.as_mut_ptr().cast(), N as u32) };
-        if ret == 0 { Some(bytes) } else { None }
+    fn load<const N: usize>(&mut self, offset: u32) -> Option<[u32; N]> {
+        let mut words = [0u32; N];
+        let len = 4 * N as u32;
+        // SAFETY: the helper checks the range and writes that many bytes.
+        let ret = unsafe { bpf_skb_load_bytes(self.0.cast(), offset, words.as_mut_ptr().cast(), len) };
+        if ret == 0 { Some(words) } else { None }
     }
 }

@@ -75,7 +75,9 @@ impl BpfError {
     /// The exit code of an agent that cannot start for this reason.
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Pin { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Exit::NoPermission,
+            Self::Pin { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                Exit::NoPermission
+            }
             Self::Load { remedy, .. } if *remedy == Self::NEEDS_CAPS => Exit::NoPermission,
             Self::NotBpffs { .. }
             | Self::NoPins { .. }
@@ -96,8 +98,7 @@ impl BpfError {
     pub const NEEDS_CAPS: &'static str =
         "run as root, or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (CAP_SYS_ADMIN before kernel 5.8)";
     /// Remedy for a verifier's or an old kernel's no.
-    pub const NEEDS_KERNEL: &'static str =
-        "nobypass needs Linux 5.10 or later with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; `nobypass preflight` \
+    pub const NEEDS_KERNEL: &'static str = "nobypass needs Linux 5.10 or later with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; `nobypass preflight` \
          shows what is missing";
 
     /// A refusal to load, with the remedy that fits its cause.

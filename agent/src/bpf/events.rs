@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 use aya::maps::{Map, MapData, RingBuf};
 use nobypass_common::abi::{CGROUP_PATH_MAX, CgroupRecord, Event};
+use nobypass_common::headers::address;
 use nobypass_common::ids::CgroupChange;
 use tokio::io::unix::AsyncFd;
 
@@ -61,8 +62,11 @@ impl Ring {
         let map = |source| BpfError::Map { map: name, source };
         let data = MapData::from_pin(dir.map(name)).map_err(map)?;
         let ring = RingBuf::try_from(Map::RingBuf(data)).map_err(map)?;
-        let fd = readable(Fd(ring))
-            .map_err(|source| BpfError::Pin { what: "poll", path: dir.map(name), source })?;
+        let fd = readable(Fd(ring)).map_err(|source| BpfError::Pin {
+            what: "poll",
+            path: dir.map(name),
+            source,
+        })?;
         Ok(Self { fd })
     }
 
@@ -119,8 +123,8 @@ pub fn event(record: &[u8]) -> Option<Event> {
         pod: r.u64(),
         container: r.u64(),
         cookie: r.u64(),
-        saddr: r.bytes(),
-        daddr: r.bytes(),
+        saddr: address(r.bytes()),
+        daddr: address(r.bytes()),
         uid: r.u32(),
         ifindex: r.u32(),
         sport: r.u16(),
@@ -155,6 +159,8 @@ pub fn cgroup_notice(record: &[u8]) -> Option<CgroupNotice> {
 
 #[cfg(test)]
 mod tests {
+    use nobypass_common::headers::address_bytes;
+
     use super::*;
 
     /// The record as the kernel writes it: the structure's own bytes, laid out by the compiler.
@@ -176,7 +182,8 @@ mod tests {
     #[test]
     fn cgroup_records() {
         let bytes = cgroup_bytes(7, 2, 0, "/kubepods/podx", 14);
-        let notice = CgroupNotice { id: 7, level: 2, change: CgroupChange::Made, path: Some("/kubepods/podx".into()) };
+        let notice =
+            CgroupNotice { id: 7, level: 2, change: CgroupChange::Made, path: Some("/kubepods/podx".into()) };
         assert_eq!(cgroup_notice(&bytes), Some(notice));
         assert_eq!(cgroup_notice(&bytes[..100]), None);
         assert_eq!(cgroup_notice(&cgroup_bytes(7, 2, 9, "/x", 2)), None, "an unknown change");
@@ -193,7 +200,10 @@ mod tests {
         bytes[std::mem::offset_of!(Event, dport)] = 80;
         bytes[std::mem::offset_of!(Event, mode)] = 3;
         let event = event(&bytes).unwrap();
-        assert_eq!((event.cookie, event.daddr[0], event.uid, event.dport, event.mode), (4, 192, 5, 80, 3));
+        assert_eq!(
+            (event.cookie, address_bytes(event.daddr)[0], event.uid, event.dport, event.mode),
+            (4, 192, 5, 80, 3)
+        );
         assert_eq!(super::event(&bytes[1..]), None);
     }
 }

@@ -53,7 +53,8 @@ impl Check {
 /// Checks the kernel: version, capabilities, file systems, each program.
 pub fn checks(bpf_dir: &Path, cgroup_root: Option<&Path>) -> Vec<Check> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut checks = vec![version(release.trim()), capabilities(Capabilities::current()), bpffs(bpf_dir), tracefs()];
+    let mut checks =
+        vec![version(release.trim()), capabilities(Capabilities::current()), bpffs(bpf_dir), tracefs()];
     checks.extend(programs(cgroup_root));
     checks
 }
@@ -75,7 +76,8 @@ fn version(release: &str) -> Check {
 
 fn capabilities(have: Capabilities) -> Check {
     let needed = [(CAP_BPF, "CAP_BPF"), (CAP_NET_ADMIN, "CAP_NET_ADMIN"), (CAP_PERFMON, "CAP_PERFMON")];
-    let missing: Vec<&str> = needed.iter().filter(|(cap, _)| !have.has(*cap)).map(|(_, name)| *name).collect();
+    let missing: Vec<&str> =
+        needed.iter().filter(|(cap, _)| !have.has(*cap)).map(|(_, name)| *name).collect();
     if missing.is_empty() {
         let all = if have.has(CAP_SYS_ADMIN) { "CAP_SYS_ADMIN and the rest" } else { "the reduced set" };
         return Check::pass("capabilities", all);
@@ -132,7 +134,9 @@ fn programs(cgroup_root: Option<&Path>) -> Vec<Check> {
             continue;
         }
         let attached = match (&scratch, hook.attach_type()) {
-            (Some(Scratch { dir, .. }), Some(_)) => attach_program(&mut ebpf, hook, dir).map(|_| "loads and attaches"),
+            (Some(Scratch { dir, .. }), Some(_)) => {
+                attach_program(&mut ebpf, hook, dir).map(|_| "loads and attaches")
+            }
             _ => Ok("loads"),
         };
         checks.push(match attached {

@@ -17,11 +17,11 @@ use aya::{Ebpf, EbpfLoader, VerifierLogLevel};
 use nobypass_common::abi::{Config, MAX_LEVELS, MAX_PARENTS};
 use nobypass_common::cgroup_path;
 
+use super::OBJECT;
 use super::error::{BpfError, Chain};
 use super::hooks::Hook;
 use super::maps::{Maps, PER_POD, PINNED};
 use super::pins::PinDir;
-use super::OBJECT;
 use crate::sys::bpf as raw;
 
 /// A cgroup whose descendants are pods.
@@ -209,22 +209,29 @@ impl Kernel {
                 Ok(()) => return Ok(()),
                 // The cgroup was removed and made again: this link is attached to nothing.
                 Err(error) if error.raw_os_error() == Some(libc::ENOLINK) => {
-                    fs::remove_file(&pin)
-                        .map_err(|source| BpfError::Pin { what: "remove", path: pin.clone(), source })?;
+                    fs::remove_file(&pin).map_err(|source| BpfError::Pin {
+                        what: "remove",
+                        path: pin.clone(),
+                        source,
+                    })?;
                 }
                 Err(source) => {
                     return Err(BpfError::Attach {
                         hook: hook.label(),
                         cgroup: parent.path.clone(),
                         source: Box::new(source),
-                        remedy: "the link of an earlier agent cannot be updated; `nobypass cleanup` removes it"
-                            .into(),
+                        remedy:
+                            "the link of an earlier agent cannot be updated; `nobypass cleanup` removes it"
+                                .into(),
                     });
                 }
             }
         }
-        let cgroup = File::open(&parent.path)
-            .map_err(|source| BpfError::Pin { what: "open", path: parent.path.clone(), source })?;
+        let cgroup = File::open(&parent.path).map_err(|source| BpfError::Pin {
+            what: "open",
+            path: parent.path.clone(),
+            source,
+        })?;
         let attached = attach_program(&mut self.ebpf, hook, &cgroup);
         let link = match attached {
             Ok(link) => link,
@@ -304,12 +311,16 @@ fn with_parents(mut config: Config, parents: &[Parent]) -> Config {
     config.parents = Default::default();
     config.parent_count = 0;
     let mut levels = Vec::with_capacity(MAX_LEVELS);
-    for (slot, parent) in config.parents.iter_mut().zip(parents.iter().take(MAX_PARENTS)) {
+    let mut slots = config.parents.iter_mut();
+    for parent in parents.iter().take(MAX_PARENTS) {
+        let Some((prefix, mask, pod_at)) = cgroup_path::prefix(&parent.below_root) else { continue };
+        let Some(slot) = slots.next() else { break };
         *slot = nobypass_common::abi::Parent {
             cgroup_id: parent.cgroup_id,
-            path_hash: cgroup_path::hash(parent.below_root.as_bytes()),
             level: parent.level,
-            reserved: 0,
+            pod_at,
+            prefix,
+            mask,
         };
         config.parent_count += 1;
         levels.extend([parent.level + 1, parent.level + 2]);
@@ -341,7 +352,8 @@ fn load_object(dir: &PinDir, max_pods: u32) -> Result<Ebpf, BpfError> {
 /// aya takes any pinned map of the right name; this does not.
 fn check_layouts(dir: &PinDir) -> Result<(), BpfError> {
     for (map, key, value) in PINNED {
-        let info = aya::maps::MapInfo::from_pin(dir.map(map)).map_err(|source| BpfError::Map { map, source })?;
+        let info =
+            aya::maps::MapInfo::from_pin(dir.map(map)).map_err(|source| BpfError::Map { map, source })?;
         let found = (info.key_size(), info.value_size());
         if found != (key, value) {
             return Err(BpfError::Layout {
@@ -509,7 +521,12 @@ mod tests {
     use super::*;
 
     fn parent(below_root: &str, level: u32, cgroup_id: u64) -> Parent {
-        Parent { path: Path::new("/sys/fs/cgroup").join(&below_root[1..]), below_root: below_root.into(), level, cgroup_id }
+        Parent {
+            path: Path::new("/sys/fs/cgroup").join(&below_root[1..]),
+            below_root: below_root.into(),
+            level,
+            cgroup_id,
+        }
     }
 
     #[test]
@@ -517,7 +534,7 @@ mod tests {
         let config = with_parents(Config::default(), &[parent("/kubepods", 1, 10)]);
         assert_eq!((config.level_count, &config.pod_levels[..3]), (2, &[3, 2, 0][..]));
         assert_eq!((config.parent_count, config.parents[0].cgroup_id), (1, 10));
-        assert_eq!(config.parents[0].path_hash, cgroup_path::hash(b"/kubepods"));
+        assert_eq!(config.parents[0].pod_at, 10);
 
         let two = with_parents(config, &[parent("/kubepods", 1, 10), parent("/kubelet/kubepods", 2, 11)]);
         assert_eq!((two.level_count, &two.pod_levels[..4]), (3, &[4, 3, 2, 0][..]));

@@ -5,9 +5,8 @@ use std::path::Path;
 
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
-use nobypass_common::abi::{
-    ABI_VERSION, CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey,
-};
+use nobypass_common::abi::{ABI_VERSION, CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey};
+use nobypass_common::headers::Address;
 use nobypass_common::ids::Mode;
 
 use super::error::BpfError;
@@ -45,7 +44,7 @@ pub struct Maps {
     exempt_ports: LpmTrie<MapData, PortKey, u8>,
     exempt_cidrs: LpmTrie<MapData, CidrKey, u8>,
     exempt_ids: HashMap<MapData, IdKey, u8>,
-    node_addrs: HashMap<MapData, [u8; 16], u8>,
+    node_addrs: HashMap<MapData, Address, u8>,
     names: HashMap<MapData, u64, PodName>,
     capacity: u32,
 }
@@ -221,7 +220,7 @@ impl Maps {
     ///
     /// # Errors
     /// [`BpfError::Map`].
-    pub fn set_node_addresses(&mut self, addresses: &[[u8; 16]]) -> Result<(), BpfError> {
+    pub fn set_node_addresses(&mut self, addresses: &[Address]) -> Result<(), BpfError> {
         replace(&mut self.node_addrs, addresses).map_err(failed("NODE_ADDRS"))
     }
 
@@ -290,10 +289,10 @@ fn sum<'a>(values: impl Iterator<Item = &'a PodCounters>) -> PodCounters {
 }
 
 fn replace<T: BorrowMut<MapData>>(
-    map: &mut HashMap<T, [u8; 16], u8>,
-    wanted: &[[u8; 16]],
+    map: &mut HashMap<T, Address, u8>,
+    wanted: &[Address],
 ) -> Result<(), MapError> {
-    let old: Vec<[u8; 16]> = map.keys().filter_map(Result::ok).collect();
+    let old: Vec<Address> = map.keys().filter_map(Result::ok).collect();
     for key in wanted {
         map.insert(key, 1, 0)?;
     }

@@ -61,16 +61,22 @@ impl PinDir {
     /// [`BpfError::NotBpffs`], [`BpfError::DotInName`], [`BpfError::Pin`].
     pub fn prepare(&self) -> Result<(), BpfError> {
         let existing = self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-        let on_bpffs = is_bpffs(existing)
-            .map_err(|source| BpfError::Pin { what: "examine", path: existing.into(), source })?;
+        let on_bpffs = is_bpffs(existing).map_err(|source| BpfError::Pin {
+            what: "examine",
+            path: existing.into(),
+            source,
+        })?;
         if !on_bpffs {
             return Err(BpfError::NotBpffs { dir: self.base.clone() });
         }
         if self.base.strip_prefix(existing).is_ok_and(|new| new.to_string_lossy().contains('.')) {
             return Err(BpfError::DotInName { dir: self.base.clone() });
         }
-        fs::create_dir_all(&self.versioned)
-            .map_err(|source| BpfError::Pin { what: "make", path: self.versioned.clone(), source })
+        fs::create_dir_all(&self.versioned).map_err(|source| BpfError::Pin {
+            what: "make",
+            path: self.versioned.clone(),
+            source,
+        })
     }
 
     /// Keeps other agents off these pins for as long as the result lives; the kernel drops the lock with us.
@@ -158,7 +164,8 @@ impl PinDir {
 
 /// `v` and a number: a directory that some nobypass made.
 fn is_version(name: &str) -> bool {
-    name.strip_prefix('v').is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+    name.strip_prefix('v')
+        .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
 #[cfg(test)]

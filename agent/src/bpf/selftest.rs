@@ -33,13 +33,15 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// [`BpfError::NotEffective`] when the programs did not count the connection, or the canary could not run.
 pub fn run(maps: &mut Maps, parent: &Parent) -> Result<(), BpfError> {
     let fail = |reason: String| BpfError::NotEffective { cgroup: parent.path.clone(), reason };
-    let scratch = Scratch::make(&parent.path).map_err(|error| fail(format!("cannot make a scratch cgroup: {error}")))?;
+    let scratch = Scratch::make(&parent.path)
+        .map_err(|error| fail(format!("cannot make a scratch cgroup: {error}")))?;
     let policy = PodPolicy { kind: PodKind::Meshed.code(), level: parent.level + 1, ..PodPolicy::default() };
     maps.set_policy(scratch.id, &policy)?;
-    let outcome = connect_in(&scratch.path).map_err(|error| fail(format!("cannot start the canary: {error}")));
-    let counted = maps.counters(scratch.id).map_or(0, |counters| {
-        counters.count.get(Counter::Local.code() as usize).copied().unwrap_or(0)
-    });
+    let outcome =
+        connect_in(&scratch.path).map_err(|error| fail(format!("cannot start the canary: {error}")));
+    let counted = maps
+        .counters(scratch.id)
+        .map_or(0, |counters| counters.count.get(Counter::Local.code() as usize).copied().unwrap_or(0));
     maps.forget(scratch.id)?;
     outcome?;
     match counted {

@@ -1,6 +1,8 @@
 //! The command line: one file a sub-command, each a thin shell around a module.
 
 pub mod exit;
+mod preflight;
+mod table;
 
 use clap::{Parser, Subcommand};
 use exit::Exit;
@@ -13,8 +15,34 @@ struct Cli {
     command: Command,
 }
 
+/// How a command prints its result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// For people
+    #[default]
+    Table,
+    /// For people with a wide terminal
+    Wide,
+    /// For machines
+    Json,
+}
+
+/// A value as indented JSON and a newline.
+fn json<T: serde::Serialize>(value: &T) -> String {
+    match serde_json::to_string_pretty(value) {
+        Ok(text) => text + "\n",
+        // Our own types have string keys only.
+        Err(error) => format!("{{\"error\":\"{error}\"}}\n"),
+    }
+}
+
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Check what this node has and lacks, and say what to do
+    Preflight(preflight::Args),
+    /// Prove that the hooks see a connection (run by the agent)
+    #[command(name = crate::bpf::selftest::CHILD, hide = true)]
+    Canary,
     /// Print the version
     Version,
 }
@@ -26,6 +54,11 @@ pub fn main() -> Exit {
         Err(error) => return exit::usage(&error),
     };
     match cli.command {
+        Command::Preflight(args) => preflight::run(&args),
+        Command::Canary => {
+            crate::bpf::selftest::child();
+            Exit::Ok
+        }
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

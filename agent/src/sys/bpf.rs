@@ -145,7 +145,8 @@ fn info_by_fd<T>(fd: BorrowedFd<'_>, info: &mut T) -> io::Result<()> {
         info: u64,
     }
     let info_len = u32::try_from(size_of::<T>()).map_err(io::Error::other)?;
-    let mut attr = Attr { bpf_fd: fd.as_raw_fd().unsigned_abs(), info_len, info: std::ptr::from_mut(info) as u64 };
+    let mut attr =
+        Attr { bpf_fd: fd.as_raw_fd().unsigned_abs(), info_len, info: std::ptr::from_mut(info) as u64 };
     bpf(BPF_OBJ_GET_INFO_BY_FD, &mut attr).map(drop)
 }
 

@@ -6,28 +6,29 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::abi::{POD_EXEMPT_PORTS, POD_INBOUND_DROP};
+use crate::headers::{address, address4};
 
 const POD_LEVEL: u32 = 3;
 const PROXY: u64 = 77;
 const APP: u64 = 88;
-const OUTSIDE: [u8; 16] = v4(192, 0, 2, 1);
-const OWN: [u8; 16] = v4(10, 0, 0, 5);
-const LOCALHOST: [u8; 16] = v4(127, 0, 0, 1);
+const OUTSIDE: Address = v4(192, 0, 2, 1);
+const OWN: Address = v4(10, 0, 0, 5);
+const LOCALHOST: Address = v4(127, 0, 0, 1);
 const ETH0: u32 = 2;
 
-const fn v4(a: u8, b: u8, c: u8, d: u8) -> [u8; 16] {
-    [a, b, c, d, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+const fn v4(a: u8, b: u8, c: u8, d: u8) -> Address {
+    address4([a, b, c, d])
 }
 
-const fn v6(last: u8) -> [u8; 16] {
-    [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last]
+const fn v6(last: u8) -> Address {
+    address([0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last])
 }
 
 /// Facts of a test, and which were asked for.
 #[derive(Clone, Debug)]
 struct Known {
     now_ns: u64,
-    socket_destination: Option<[u8; 16]>,
+    socket_destination: Option<Address>,
     container: u64,
     uid: u32,
     origin: SynOrigin,
@@ -56,7 +57,7 @@ impl Facts for Known {
         self.asked.push("now_ns");
         self.now_ns
     }
-    fn socket_destination(&mut self) -> Option<[u8; 16]> {
+    fn socket_destination(&mut self) -> Option<Address> {
         self.asked.push("socket_destination");
         self.socket_destination
     }
@@ -72,21 +73,21 @@ impl Facts for Known {
         self.asked.push("syn_origin");
         self.origin
     }
-    fn exempt(&mut self, policy: &PodPolicy, _: &Packet, _: u16) -> bool {
+    fn exempt(&mut self, policy: &PodPolicy, _: &Packet) -> bool {
         self.asked.push("exempt");
         policy.flags & POD_EXEMPT_PORTS != 0 && self.exempt
     }
-    fn node_address(&mut self, _: &[u8; 16]) -> bool {
+    fn node_address(&mut self, _: &Address) -> bool {
         self.asked.push("node_address");
         self.node_source
     }
 }
 
-fn syn(ifindex: u32, destination: [u8; 16]) -> Packet {
+fn syn(ifindex: u32, destination: Address) -> Packet {
     Packet {
         family: 4,
         addresses: Addresses { source: OWN, destination },
-        transport: Transport::Syn { sport: 40000, dport: 8080 },
+        transport: Transport { kind: Kind::Syn, sport: 40000, dport: 8080 },
         ifindex,
         mark: 0,
     }
@@ -136,7 +137,7 @@ fn cases() -> Vec<Case> {
     let out = syn(ETH0, OUTSIDE);
     let lo = |destination| syn(LOOPBACK_IFINDEX, destination);
     let with = |transport, ifindex| Packet { transport, ifindex, ..out };
-    let udp = |dport| with(Transport::Udp { dport }, ETH0);
+    let udp = |dport| with(Transport { kind: Kind::Udp, sport: 40000, dport }, ETH0);
     let asked = |socket_destination| Known { socket_destination, ..Known::default() };
     let from = |container| Known { container, ..Known::default() };
     let origin = |origin| Known { origin, ..Known::default() };
@@ -147,17 +148,27 @@ fn cases() -> Vec<Case> {
 
     vec![
         // 6: proofs
-        Case { facts: asked(Some(OUTSIDE)), ..case("redirected by NAT", lo(LOCALHOST), (RedirectProof, true, false)) },
+        Case {
+            facts: asked(Some(OUTSIDE)),
+            ..case("redirected by NAT", lo(LOCALHOST), (RedirectProof, true, false))
+        },
         Case {
             facts: asked(Some(v6(9))),
             ..case(
                 "redirected by NAT, v6",
-                Packet { ifindex: LOOPBACK_IFINDEX, addresses: Addresses { source: v6(5), destination: v6(1) }, ..v6_out },
+                Packet {
+                    ifindex: LOOPBACK_IFINDEX,
+                    addresses: Addresses { source: v6(5), destination: v6(1) },
+                    ..v6_out
+                },
                 (RedirectProof, true, false),
             )
         },
         case("TPROXY", Packet { mark: 1, ..lo(OUTSIDE) }, (RedirectProof, true, false)),
-        Case { facts: origin(SynOrigin::Retry), ..case("a proof's retry", lo(LOCALHOST), (RedirectProof, false, false)) },
+        Case {
+            facts: origin(SynOrigin::Retry),
+            ..case("a proof's retry", lo(LOCALHOST), (RedirectProof, false, false))
+        },
         Case {
             facts: origin(SynOrigin::RetryOfHeld),
             ..case("a held connection that is redirected", lo(LOCALHOST), (RedirectProof, true, false))
@@ -166,7 +177,10 @@ fn cases() -> Vec<Case> {
             facts: origin(SynOrigin::RetryOfDropped),
             ..case("a dropped connection that healed", lo(LOCALHOST), (RedirectProof, true, false))
         },
-        Case { facts: origin(SynOrigin::Raw), ..case("a raw SYN is redirected too", lo(LOCALHOST), (RedirectProof, true, false)) },
+        Case {
+            facts: origin(SynOrigin::Raw),
+            ..case("a raw SYN is redirected too", lo(LOCALHOST), (RedirectProof, true, false))
+        },
         // 7: local, never a proof
         Case { facts: asked(Some(LOCALHOST)), ..case("to localhost", lo(LOCALHOST), (Local, true, false)) },
         Case { facts: asked(Some(OWN)), ..case("to the pod's own address", lo(OWN), (Local, true, false)) },
@@ -179,8 +193,14 @@ fn cases() -> Vec<Case> {
             facts: asked(Some(v4(127, 0, 0, 53))),
             ..case("a local service moved by NAT", lo(LOCALHOST), (Local, true, false))
         },
-        Case { facts: asked(None), ..case("on lo without a full socket", lo(LOCALHOST), (Local, true, false)) },
-        Case { facts: from(PROXY), ..case("the proxy, redirected on lo", lo(LOCALHOST), (Local, true, false)) },
+        Case {
+            facts: asked(None),
+            ..case("on lo without a full socket", lo(LOCALHOST), (Local, true, false))
+        },
+        Case {
+            facts: from(PROXY),
+            ..case("the proxy, redirected on lo", lo(LOCALHOST), (Local, true, false))
+        },
         // 8: the proxy
         Case { facts: from(PROXY), ..case("the proxy's upstream", out, (Proxy, true, false)) },
         Case {
@@ -217,11 +237,21 @@ fn cases() -> Vec<Case> {
         },
         Case {
             facts: origin(SynOrigin::Raw),
-            ..case("a fragment too short for flags", with(Transport::TcpCut, ETH0), (BypassRaw, true, true))
+            ..case(
+                "a fragment too short for flags",
+                with(Transport::of(Kind::TcpCut), ETH0),
+                (BypassRaw, true, true),
+            )
         },
         Case { facts: origin(SynOrigin::Retry), ..case("a retry", out, (Retry, true, true)) },
-        Case { facts: origin(SynOrigin::RetryOfDropped), ..case("a retry of a dropped SYN", out, (Retry, true, true)) },
-        Case { facts: origin(SynOrigin::RetryOfHeld), ..case("the first judged SYN after a hold", out, (Bypass, true, true)) },
+        Case {
+            facts: origin(SynOrigin::RetryOfDropped),
+            ..case("a retry of a dropped SYN", out, (Retry, true, true))
+        },
+        Case {
+            facts: origin(SynOrigin::RetryOfHeld),
+            ..case("the first judged SYN after a hold", out, (Bypass, true, true))
+        },
         // 12
         case("app out", out, (Bypass, true, true)),
         case("app out, v6", v6_out, (Bypass, true, true)),
@@ -237,7 +267,7 @@ fn cases() -> Vec<Case> {
         case("DNS", udp(53), (Dns, true, false)),
         case("UDP", udp(4789), (Udp, true, false)),
         case("QUIC", udp(443), (Quic, true, false)),
-        case("other protocols", with(Transport::Opaque, ETH0), (Other, true, false)),
+        case("other protocols", with(Transport::of(Kind::Opaque), ETH0), (Other, true, false)),
         Case { policy: flags(POD_NON_TCP_DROP), ..case("DNS, UDP denied", udp(53), (Dns, true, false)) },
         Case { policy: flags(POD_NON_TCP_DROP), ..case("UDP, denied", udp(4789), (Udp, true, true)) },
         Case { policy: flags(POD_NON_TCP_DROP), ..case("QUIC, UDP denied", udp(443), (Quic, true, true)) },
@@ -245,7 +275,7 @@ fn cases() -> Vec<Case> {
         Case { policy: flags(POD_QUIC_DROP), ..case("UDP, QUIC denied", udp(4789), (Udp, true, false)) },
         Case {
             policy: flags(POD_NON_TCP_DROP),
-            ..case("other protocols, denied", with(Transport::Opaque, ETH0), (Other, true, true))
+            ..case("other protocols, denied", with(Transport::of(Kind::Opaque), ETH0), (Other, true, true))
         },
         Case {
             policy: flags(POD_NON_TCP_DROP),
@@ -286,15 +316,15 @@ fn judge(packet: &Packet, settings: &Settings, policy: &PodPolicy, facts: &mut K
 #[test]
 fn rows_that_need_no_pod() {
     let at = |transport, ifindex| Packet { transport, ..syn(ifindex, OUTSIDE) };
-    let udp = Transport::Udp { dport: 9 };
+    let udp = Transport::of(Kind::Udp);
     let table = [
-        ("established TCP", at(Transport::Tcp, ETH0), Some(Verdict::NotNew)),
-        ("established TCP on lo", at(Transport::Tcp, 1), Some(Verdict::NotNew)),
-        ("ICMP", at(Transport::Icmp, ETH0), Some(Verdict::Icmp)),
+        ("established TCP", at(Transport::of(Kind::Tcp), ETH0), Some(Verdict::NotNew)),
+        ("established TCP on lo", at(Transport::of(Kind::Tcp), 1), Some(Verdict::NotNew)),
+        ("ICMP", at(Transport::of(Kind::Icmp), ETH0), Some(Verdict::Icmp)),
         ("UDP on lo", at(udp, 1), Some(Verdict::Local)),
-        ("other on lo", at(Transport::Opaque, 1), Some(Verdict::Local)),
-        ("SYN", at(Transport::Syn { sport: 1, dport: 2 }, ETH0), None),
-        ("SYN on lo", at(Transport::Syn { sport: 1, dport: 2 }, 1), None),
+        ("other on lo", at(Transport::of(Kind::Opaque), 1), Some(Verdict::Local)),
+        ("SYN", at(Transport::of(Kind::Syn), ETH0), None),
+        ("SYN on lo", at(Transport::of(Kind::Syn), 1), None),
         ("UDP", at(udp, ETH0), None),
     ];
     for (name, packet, expected) in table {
@@ -311,7 +341,8 @@ fn unknown_pods_pass_or_are_held_for_a_bounded_time() {
     let hold = Settings { unknown_policy: UnknownPolicy::Hold.code(), ..settings(Mode::Audit) };
     let out = syn(ETH0, OUTSIDE);
     let at = |now_ns| Known { now_ns, ..Known::default() };
-    let held = Judgement { verdict: Verdict::Unknown, drop: true, count: true, would_drop: false, held: true };
+    let held =
+        Judgement { verdict: Verdict::Unknown, drop: true, count: true, would_drop: false, held: true };
     let passed = Judgement::pass(Verdict::Unknown, true);
     assert_eq!(judge(&out, &settings(Mode::Enforce), &policy, &mut at(5_001)), passed, "pass is the default");
     assert_eq!(judge(&out, &hold, &policy, &mut at(5_999)), held);
@@ -405,12 +436,12 @@ fn any_origin() -> impl Strategy<Value = SynOrigin> {
 
 fn any_packet() -> impl Strategy<Value = Packet> {
     let transport = prop_oneof![
-        Just(Transport::Syn { sport: 1, dport: 8080 }),
-        Just(Transport::Tcp),
-        Just(Transport::TcpCut),
-        (0u16..500).prop_map(|dport| Transport::Udp { dport }),
-        Just(Transport::Icmp),
-        Just(Transport::Opaque),
+        Just(Transport { kind: Kind::Syn, sport: 1, dport: 8080 }),
+        Just(Transport::of(Kind::Tcp)),
+        Just(Transport::of(Kind::TcpCut)),
+        (0u16..500).prop_map(|dport| Transport { kind: Kind::Udp, sport: 1, dport }),
+        Just(Transport::of(Kind::Icmp)),
+        Just(Transport::of(Kind::Opaque)),
     ];
     let address = || prop_oneof![Just(OUTSIDE), Just(OWN), Just(LOCALHOST), Just(v4(224, 0, 0, 1))];
     (transport, prop_oneof![Just(4u8), Just(6u8)], 1u32..3, 0u32..4, address(), address()).prop_map(
@@ -438,7 +469,7 @@ proptest! {
         if got.drop {
             prop_assert!(got.held || effective == Mode::Enforce.code(), "only enforce and hold drop: {}", described);
             prop_assert!(packet.ifindex != LOOPBACK_IFINDEX, "nothing on lo is dropped: {}", described);
-            prop_assert!(!matches!(packet.transport, Transport::Tcp | Transport::Icmp), "{}", described);
+            prop_assert!(!matches!(packet.transport.kind, Kind::Tcp | Kind::Icmp), "{}", described);
             prop_assert!(!got.would_drop);
         }
         if got.verdict.is_bypass() {
