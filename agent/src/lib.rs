@@ -3,5 +3,8 @@
 //! The binary is `main.rs`; this library exists so that integration tests and benchmarks reach the modules.
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
+pub mod cgroup;
 pub mod cli;
+pub mod mesh;
+pub mod pods;
 pub mod sys;
