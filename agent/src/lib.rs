@@ -4,5 +4,8 @@
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
 pub mod bpf;
+pub mod cgroup;
 pub mod cli;
+pub mod mesh;
+pub mod pods;
 pub mod sys;

@@ -1,0 +1,1 @@
+//! How each mesh marks its pods.

@@ -1,0 +1,7 @@
+//! What is known of the pods on this node: plain facts, and the sources they come from.
+
+mod id;
+pub mod model;
+pub mod source;
+
+pub use id::{ContainerId, IdError, PodUid};

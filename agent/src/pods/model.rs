@@ -1,0 +1,1 @@
+//! Plain facts about pods.

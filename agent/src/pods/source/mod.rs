@@ -1,0 +1,1 @@
+//! Where facts about pods come from.
