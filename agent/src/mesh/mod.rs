@@ -1,1 +1,12 @@
-//! How each mesh marks its pods.
+//! Meshes as data: how each marks its pods, what it redirects, what it lets out.
+
+pub mod exempt;
+mod grammar;
+mod linkerd;
+pub mod profile;
+pub mod recognise;
+
+pub use exempt::{Exemptions, Problem};
+pub use grammar::PortRange;
+pub use profile::{Profile, ProfileError, Profiles};
+pub use recognise::{Membership, Meshed, recognise};

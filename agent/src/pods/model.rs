@@ -1,1 +1,229 @@
-//! Plain facts about pods.
+//! Plain facts about pods, from whatever source.
+//!
+//! Sizes matter: a node has hundreds of pods and thousands of containers. Strings are boxed, ids are fixed-size, and
+//! of the labels and annotations only those that someone asks for are kept.
+
+use std::{collections::BTreeSet, fmt};
+
+pub use super::{ContainerId, PodUid};
+
+/// What is known of one pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PodFacts {
+    /// The UID as the source gives it.
+    pub uid: PodUid,
+    /// For a static pod, the hash of its manifest, which its cgroup carries instead of the UID that its mirror has
+    /// in the API (annotation `kubernetes.io/config.hash`).
+    pub static_pod_hash: Option<PodUid>,
+    /// Namespace.
+    pub namespace: Box<str>,
+    /// Name.
+    pub name: Box<str>,
+    /// The labels that the source was asked to keep.
+    pub labels: KeyValues,
+    /// The annotations that the source was asked to keep.
+    pub annotations: KeyValues,
+    /// The pod's sandbox; `None` when the source knows none yet.
+    pub sandbox: Option<Sandbox>,
+    /// Its containers. From the runtime: those that exist by now. From the API: those of the specification.
+    pub containers: Vec<Container>,
+    /// No further container will appear (the source knows the specification).
+    pub containers_complete: bool,
+}
+
+impl PodFacts {
+    /// The UID that the pod's cgroup carries.
+    #[must_use]
+    pub fn cgroup_uid(&self) -> PodUid {
+        self.static_pod_hash.unwrap_or(self.uid)
+    }
+
+    /// Whether the pod uses the node's network. `None` while that is not known.
+    #[must_use]
+    pub fn host_network(&self) -> Option<bool> {
+        self.sandbox.as_ref()?.host_network
+    }
+}
+
+/// The sandbox ("pause" container and namespaces) in which a pod's containers run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sandbox {
+    /// The runtime's id of it.
+    pub id: ContainerId,
+    /// The runtime says that it is ready; a sandbox that was stopped is not.
+    pub ready: bool,
+    /// A process in it, in the runtime's PID namespace. CRI-O often runs none.
+    pub pid: Option<u32>,
+    /// Path of its network namespace, in the runtime's mount namespace.
+    pub netns: Option<Box<str>>,
+    /// The runtime class handler; empty for the default one.
+    pub runtime_handler: Box<str>,
+    /// containerd's name of the runtime, such as `io.containerd.runc.v2`.
+    pub runtime_type: Option<Box<str>>,
+    /// When it was made, in nanoseconds since 1970.
+    pub created_at: i64,
+    /// It shares the node's network namespace. `None` until the runtime was asked for the details.
+    pub host_network: Option<bool>,
+    /// The cgroup that the kubelet gave it: a path (cgroupfs driver) or a slice's name (systemd driver).
+    pub cgroup_parent: Option<Box<str>>,
+}
+
+/// One container of a pod, init containers included.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Container {
+    /// The runtime's id; `None` when it does not exist yet and only the specification names it.
+    pub id: Option<ContainerId>,
+    /// Its name in the pod's specification.
+    pub name: Box<str>,
+    /// Its role, if the source knows.
+    pub role: Role,
+    /// Its state.
+    pub state: State,
+    /// Exit code, once it has exited and the source was asked.
+    pub exit_code: Option<i32>,
+    /// Its first process, in the runtime's PID namespace.
+    pub pid: Option<u32>,
+    /// The user it runs as, inside the pod's user namespace.
+    pub user: Option<User>,
+    /// Where the runtime put its cgroup: a path, or `slice:prefix:id` with the systemd driver.
+    pub cgroup: Option<Box<str>>,
+    /// When it was made, in nanoseconds since 1970.
+    pub created_at: i64,
+}
+
+/// What a container is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Role {
+    /// The source cannot tell: the container runtime does not know.
+    #[default]
+    Unknown,
+    /// An init container that ends before the next one starts.
+    Init,
+    /// An init container with restart policy `Always`.
+    NativeSidecar,
+    /// An ordinary container.
+    App,
+    /// Added to a running pod for debugging.
+    Ephemeral,
+}
+
+/// A container's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum State {
+    /// It does not exist yet.
+    Waiting,
+    /// The runtime cannot tell.
+    Unknown,
+    /// It has ended.
+    Exited,
+    /// It exists, nothing runs yet.
+    Created,
+    /// It runs.
+    Running,
+}
+
+/// A numeric user and group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct User {
+    /// UID.
+    pub uid: u32,
+    /// Primary GID.
+    pub gid: u32,
+}
+
+/// Labels or annotations: sorted, exactly as long as needed.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct KeyValues(Box<[(Box<str>, Box<str>)]>);
+
+impl KeyValues {
+    /// Keeps those pairs whose key passes `filter`.
+    pub fn filtered<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>, filter: &Keys) -> Self {
+        pairs.into_iter().filter(|(key, _)| filter.keeps(key)).collect()
+    }
+
+    /// The value of `key`.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let at = self.0.binary_search_by(|(have, _)| (**have).cmp(key)).ok()?;
+        self.0.get(at).map(|(_, value)| &**value)
+    }
+
+    /// All pairs, by key.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(key, value)| (&**key, &**value))
+    }
+}
+
+impl<'a> FromIterator<(&'a str, &'a str)> for KeyValues {
+    fn from_iter<T: IntoIterator<Item = (&'a str, &'a str)>>(pairs: T) -> Self {
+        let mut pairs: Vec<(Box<str>, Box<str>)> =
+            pairs.into_iter().map(|(key, value)| (key.into(), value.into())).collect();
+        pairs.sort();
+        pairs.dedup_by(|a, b| a.0 == b.0);
+        Self(pairs.into())
+    }
+}
+
+impl fmt::Debug for KeyValues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter()).finish()
+    }
+}
+
+/// Which labels and annotations are worth keeping. A key that ends with `*` means all that start so.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Keys {
+    exact: BTreeSet<Box<str>>,
+    prefixes: BTreeSet<Box<str>>,
+}
+
+impl Keys {
+    /// Whether `key` is wanted.
+    #[must_use]
+    pub fn keeps(&self, key: &str) -> bool {
+        self.exact.contains(key) || self.prefixes.iter().any(|prefix| key.starts_with(&**prefix))
+    }
+}
+
+impl<'a> Extend<&'a str> for Keys {
+    fn extend<T: IntoIterator<Item = &'a str>>(&mut self, keys: T) {
+        for key in keys {
+            match key.strip_suffix('*') {
+                Some(prefix) => self.prefixes.insert(prefix.into()),
+                None => self.exact.insert(key.into()),
+            };
+        }
+    }
+}
+
+impl<'a> FromIterator<&'a str> for Keys {
+    fn from_iter<T: IntoIterator<Item = &'a str>>(keys: T) -> Self {
+        let mut all = Self::default();
+        all.extend(keys);
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_wanted_keys_are_kept() {
+        let keys: Keys = ["a.io/x", "b.io/*"].into_iter().collect();
+        let pairs = [("b.io/2", "two"), ("a.io/xy", "no"), ("a.io/x", "yes"), ("b.io/1", "one"), ("c", "no")];
+        let kept = KeyValues::filtered(pairs, &keys);
+        assert_eq!(
+            kept.iter().collect::<Vec<_>>(),
+            [("a.io/x", "yes"), ("b.io/1", "one"), ("b.io/2", "two")]
+        );
+        assert_eq!((kept.get("b.io/2"), kept.get("c"), kept.get("")), (Some("two"), None, None));
+    }
+
+    #[test]
+    fn order_of_the_source_does_not_matter() {
+        let a: KeyValues = [("x", "1"), ("y", "2")].into_iter().collect();
+        let b: KeyValues = [("y", "2"), ("x", "1")].into_iter().collect();
+        assert_eq!(a, b);
+    }
+}
