@@ -8,4 +8,5 @@ pub mod cgroup;
 pub mod cli;
 pub mod mesh;
 pub mod pods;
+pub mod policy;
 pub mod sys;

@@ -1,6 +1,7 @@
 //! Typed access to the maps. The only place that touches aya's map types; each map has one writing task.
 
 use std::borrow::BorrowMut;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use aya::maps::lpm_trie::Key;
@@ -248,6 +249,15 @@ impl Maps {
     /// [`BpfError::Map`].
     pub fn add_exempt_id(&mut self, key: IdKey) -> Result<(), BpfError> {
         self.exempt_ids.insert(key, 1, 0).map_err(failed("EXEMPT_IDS"))
+    }
+
+    /// Numbers of the sets that have exemptions.
+    pub fn exempt_sets(&self) -> BTreeSet<u32> {
+        let ports =
+            self.exempt_ports.keys().filter_map(Result::ok).map(|key| u32::from_be_bytes(key.data().set));
+        let cidrs =
+            self.exempt_cidrs.keys().filter_map(Result::ok).map(|key| u32::from_be_bytes(key.data().set));
+        ports.chain(cidrs).chain(self.exempt_ids.keys().filter_map(Result::ok).map(|key| key.set)).collect()
     }
 
     /// Removes all exemptions of a set.

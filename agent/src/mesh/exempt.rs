@@ -12,7 +12,7 @@ use crate::pods::model::{KeyValues, User};
 const QUOTE: usize = 64;
 
 /// The exemptions of one pod, as its annotations stood.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Exemptions {
     /// Destination ports of outgoing connections; sorted, without overlaps.
     pub out_ports: Vec<PortRange>,

@@ -1,0 +1,91 @@
+//! What holds for a pod: a pure function of its membership.
+
+use nobypass_common::abi::{
+    POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, POD_GAP4, POD_GAP6, POD_NON_TCP_DROP, POD_PROXY_MARK,
+    POD_PROXY_UID, POD_QUIC_DROP, PodPolicy,
+};
+use nobypass_common::ids::{MODE_INHERIT, PodKind};
+
+use crate::mesh::{Exemptions, Membership, Meshed};
+
+/// What the operator wants beyond the mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wishes {
+    /// Enforce drops UDP (but DNS) and other protocols of meshed pods.
+    pub drop_non_tcp: bool,
+    /// Enforce drops QUIC of meshed pods.
+    pub drop_quic: bool,
+}
+
+/// The kind of entry that a membership asks for, and why, for people.
+pub fn kind(membership: &Membership) -> (PodKind, &'static str) {
+    match membership {
+        Membership::NotMeshed { reason } => (PodKind::Exempt, reason.as_str()),
+        Membership::Exempt { reason } => (PodKind::Exempt, reason.as_str()),
+        Membership::Unsupported { reason, .. } => (PodKind::Exempt, reason.as_str()),
+        // With an init container, what runs before it is not redirected by design.
+        Membership::Meshed(meshed) if !meshed.redirect_due => (PodKind::Exempt, "redirect_not_due"),
+        Membership::Meshed(_) => (PodKind::Meshed, "meshed"),
+    }
+}
+
+/// The exemptions that a pod's entry refers to.
+pub fn exemptions(membership: &Membership) -> Exemptions {
+    match membership {
+        Membership::Meshed(meshed) => meshed.exemptions.clone(),
+        Membership::NotMeshed { .. } | Membership::Exempt { .. } | Membership::Unsupported { .. } => {
+            Exemptions::default()
+        }
+    }
+}
+
+/// The entry of a pod, but for its revision.
+///
+/// `proxy_cgroup` is the cgroup id of the proxy's container, 0 while unknown; `exempt_set` the number of the
+/// pod's exemptions.
+pub fn policy(
+    membership: &Membership,
+    level: u32,
+    since_ns: u64,
+    proxy_cgroup: u64,
+    exempt_set: u32,
+    wishes: Wishes,
+) -> PodPolicy {
+    let base = PodPolicy {
+        kind: kind(membership).0.code(),
+        mode: MODE_INHERIT,
+        level,
+        since_ns,
+        ..PodPolicy::default()
+    };
+    let Membership::Meshed(meshed) = membership else { return base };
+    let Meshed { proxy_uid, proxy_marks, families, exemptions, .. } = &**meshed;
+    let Exemptions { out_ports, out_cidrs, uids, in_ports, in_sources: _ } = exemptions;
+    // One mark is all that any mesh uses.
+    let mark = proxy_marks.first();
+    let mut flags = 0;
+    for (on, flag) in [
+        (proxy_uid.is_some(), POD_PROXY_UID),
+        (mark.is_some(), POD_PROXY_MARK),
+        (!families.ipv4, POD_GAP4),
+        (!families.ipv6, POD_GAP6),
+        (!out_ports.is_empty() || !in_ports.is_empty(), POD_EXEMPT_PORTS),
+        (!out_cidrs.is_empty(), POD_EXEMPT_CIDRS),
+        (!uids.is_empty(), POD_EXEMPT_IDS),
+        (wishes.drop_non_tcp, POD_NON_TCP_DROP),
+        (wishes.drop_quic, POD_QUIC_DROP),
+    ] {
+        if on {
+            flags |= flag;
+        }
+    }
+    PodPolicy {
+        flags,
+        proxy_cgroup,
+        proxy_uid: proxy_uid.unwrap_or(0),
+        exempt_set,
+        mark: mark.map_or(0, |mark| mark.value),
+        mark_mask: mark.map_or(0, |mark| mark.mask),
+        ..base
+    }
+}

@@ -1,0 +1,416 @@
+//! The one task that writes the pods' maps.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nobypass_common::abi::{NAME_MAX, NAMESPACE_MAX, PodName, PodPolicy};
+use nobypass_common::ids::PodKind;
+use tokio::sync::{mpsc, watch};
+
+use super::desired::{self, Wishes};
+use super::exempt::{Entries, Sets, entries};
+use super::registry::{Change, Entry, PodCgroup, Registry};
+use super::snapshot::{Ledger, PodView, Snapshot, fold};
+use crate::bpf::{BpfError, Maps};
+use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
+use crate::cgroup::parents::PodParent;
+use crate::cgroup::scan::scan;
+use crate::cgroup::stream::{CgroupReceiver, Item};
+use crate::mesh::{Exemptions, Membership, Profiles, recognise};
+use crate::pods::PodUid;
+use crate::pods::model::PodFacts;
+use crate::pods::source::PodUpdate;
+use crate::sys::clock::monotonic_ns;
+
+/// How often all pod cgroups are scanned, whatever the events said.
+const RESCAN: Duration = Duration::from_secs(30);
+
+/// See the module.
+#[derive(Debug)]
+pub struct Keeper {
+    maps: Maps,
+    parents: Vec<PodParent>,
+    profiles: Arc<Profiles>,
+    wishes: Wishes,
+    registry: Registry,
+    sets: Sets,
+    /// What each pod's entry says, and the exemptions that it holds on to.
+    written: HashMap<u64, (PodPolicy, Exemptions)>,
+    views: HashMap<u64, Arc<PodView>>,
+    ledger: Ledger,
+    revision: u64,
+    state: Snapshot,
+    out: watch::Sender<Snapshot>,
+}
+
+impl Keeper {
+    /// Takes over what an earlier agent left in the maps.
+    pub fn new(
+        maps: Maps,
+        parents: Vec<PodParent>,
+        profiles: Arc<Profiles>,
+        wishes: Wishes,
+    ) -> (Self, watch::Receiver<Snapshot>) {
+        let earlier = maps.policies();
+        let last_set = earlier.iter().map(|(_, policy)| policy.exempt_set).max().unwrap_or(0);
+        let revision = earlier.iter().map(|(_, policy)| policy.revision).max().unwrap_or(0);
+        let (out, snapshots) = watch::channel(Snapshot::default());
+        let keeper = Self {
+            maps,
+            parents,
+            profiles,
+            wishes,
+            registry: Registry::default(),
+            sets: Sets::starting_after(last_set),
+            written: HashMap::new(),
+            views: HashMap::new(),
+            ledger: Ledger::new(),
+            revision,
+            state: Snapshot::default(),
+            out,
+        };
+        (keeper, snapshots)
+    }
+
+    /// Works until a source ends, which is an error of the whole agent.
+    ///
+    /// # Errors
+    /// What failed for good. A full map is not among it: that is counted and shown.
+    pub async fn run(
+        mut self,
+        mut cgroups: CgroupReceiver,
+        mut pods: mpsc::Receiver<PodUpdate>,
+    ) -> Result<(), BpfError> {
+        let mut rescan = tokio::time::interval(RESCAN);
+        rescan.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                item = cgroups.recv() => match item {
+                    Some(Item::Event(event)) => self.cgroup(&event)?,
+                    Some(Item::Rescan) => self.rescan()?,
+                    None => return Ok(()),
+                },
+                update = pods.recv() => match update {
+                    Some(update) => self.pod(update)?,
+                    None => return Ok(()),
+                },
+                _ = rescan.tick() => self.rescan()?,
+            }
+        }
+    }
+
+    fn cgroup(&mut self, event: &CgroupEvent) -> Result<(), BpfError> {
+        let CgroupEvent { kind, id, level, path } = event;
+        let Some(parent) = self.parents.iter().find(|parent| is_below(&parent.rel, path)) else {
+            return Ok(());
+        };
+        let changes = match kind {
+            CgroupEventKind::Made => self.registry.made(&parent.rel, path, *id, *level),
+            CgroupEventKind::Removed => self.registry.removed(&parent.rel, path, *id),
+        };
+        self.apply(changes)
+    }
+
+    fn pod(&mut self, update: PodUpdate) -> Result<(), BpfError> {
+        let changes = match update {
+            PodUpdate::Upsert(facts) => self.registry.facts(facts),
+            PodUpdate::Gone(uid) => {
+                self.registry.facts_gone(uid);
+                Vec::new()
+            }
+            PodUpdate::Synced => {
+                if !self.state.synced {
+                    self.state.synced = true;
+                    self.drop_stale_sets()?;
+                    self.publish();
+                }
+                Vec::new()
+            }
+        };
+        self.apply(changes)
+    }
+
+    /// Scans everything, and drops entries of cgroups that are not there any more.
+    ///
+    /// The map is listed before the scan: a pod made in between is in the scan but not in the list.
+    fn rescan(&mut self) -> Result<(), BpfError> {
+        let listed: Vec<u64> = self.maps.policies().into_iter().map(|(id, _)| id).collect();
+        let counted: Vec<u64> = self.maps.all_counters().into_iter().map(|(id, _)| id).collect();
+        let named = self.maps.named();
+        let mut scans = Vec::with_capacity(self.parents.len());
+        for parent in &self.parents {
+            match scan(parent) {
+                Ok(found) => scans.push(found),
+                Err(error) => {
+                    // Nothing is dropped on the word of a failed scan.
+                    tracing::warn!(%error, "cannot scan pod cgroups");
+                    return Ok(());
+                }
+            }
+        }
+        let changes = self.registry.scanned(&scans);
+        self.apply(changes)?;
+        let live: HashSet<u64> = scans
+            .iter()
+            .flat_map(|scan| {
+                scan.pods.iter().map(|pod| pod.dir.id).chain(scan.classes.iter().map(|class| class.id))
+            })
+            .collect();
+        let stale: HashSet<u64> =
+            listed.into_iter().chain(counted).chain(named).filter(|id| !live.contains(id)).collect();
+        for id in stale {
+            if !self.registry.knows(id) {
+                self.retire(id)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self, changes: Vec<Change>) -> Result<(), BpfError> {
+        let mut pods: Vec<PodUid> = Vec::new();
+        for change in changes {
+            match change {
+                Change::Class(id, level) => self.class(id, level),
+                Change::Removed(id) => self.retire(id)?,
+                Change::Pod(uid) if pods.contains(&uid) => {}
+                Change::Pod(uid) => pods.push(uid),
+            }
+        }
+        let mut ready = Vec::with_capacity(pods.len());
+        for uid in pods {
+            ready.extend(self.prepare(uid)?);
+        }
+        if ready.is_empty() {
+            return Ok(());
+        }
+        // First everybody can tell whose cgroup it is, then the programs act on it.
+        self.publish();
+        for (cgroup, policy, released) in ready {
+            self.write(cgroup, policy)?;
+            if let Some(set) = released {
+                self.maps.remove_exempt_set(set)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn class(&mut self, id: u64, level: u32) {
+        let known = self.maps.policy(id).is_some_and(|policy| policy.kind == PodKind::Qos.code());
+        if !known {
+            let policy = PodPolicy { kind: PodKind::Qos.code(), level, ..PodPolicy::default() };
+            if let Err(error) = self.maps.set_policy(id, &policy) {
+                self.count_without_entry(&error);
+            }
+        }
+    }
+
+    /// Decides on a pod and prepares its view and exemptions. The result is what is left to write: cgroup, entry,
+    /// and the set that nobody uses any more then.
+    fn prepare(&mut self, uid: PodUid) -> Result<Option<(u64, PodPolicy, Option<u32>)>, BpfError> {
+        let Some(entry) = self.registry.get(uid) else { return Ok(None) };
+        let Some(PodCgroup { id, level }) = entry.cgroup.clone() else { return Ok(None) };
+        let since_ns = self.maps.policy(id).map_or_else(monotonic_ns, |policy| policy.since_ns);
+        let Some(facts) = &entry.facts else {
+            self.views.entry(id).or_insert_with(|| Arc::new(unknown_view(uid, id)));
+            let policy = PodPolicy { level, since_ns, ..PodPolicy::default() };
+            // What an earlier agent wrote of this pod holds until the source has spoken.
+            if let Err(error) = self.maps.add_policy(id, &policy) {
+                self.count_without_entry(&error);
+            }
+            self.publish();
+            return Ok(None);
+        };
+        let membership = recognise(facts, self.profiles.as_slice());
+        let view = view(uid, id, facts, entry, &membership);
+        let exemptions = desired::exemptions(&membership);
+        let held = self.written.get(&id).map(|(_, held)| held.clone());
+        let (set, released) = if held.as_ref() == Some(&exemptions) {
+            (self.written.get(&id).map_or(0, |(policy, _)| policy.exempt_set), None)
+        } else {
+            let (set, new) = self.sets.acquire(&exemptions);
+            if new {
+                self.write_set(set, &exemptions)?;
+            }
+            (set, held.and_then(|held| self.sets.release(&held)))
+        };
+        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, set, self.wishes);
+        let same_view = self.views.get(&id).is_some_and(|old| **old == view);
+        let same_policy = self
+            .written
+            .get(&id)
+            .is_some_and(|(old, _)| PodPolicy { revision: 0, ..*old } == PodPolicy { revision: 0, ..policy });
+        if same_view && same_policy {
+            return Ok(None);
+        }
+        tracing::info!(
+            namespace = %view.namespace, pod = %view.name, mesh = %view.mesh, kind = view.kind.label(),
+            reason = view.reason, cgroup = id, proxy_cgroup = view.proxy_cgroup, "pod classified"
+        );
+        for problem in &view.problems {
+            tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "an annotation is malformed");
+        }
+        self.views.insert(id, Arc::new(view));
+        self.written.insert(id, (policy, exemptions));
+        Ok(Some((id, policy, released)))
+    }
+
+    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<(), BpfError> {
+        self.revision += 1;
+        let policy = PodPolicy { revision: self.revision, ..policy };
+        if let Err(error) = self.maps.set_policy(id, &policy) {
+            self.count_without_entry(&error);
+            return Ok(());
+        }
+        if let Some(view) = self.views.get(&id)
+            && let Err(error) = self.maps.set_name(id, &name(view))
+        {
+            tracing::warn!(%error, "cannot keep a pod's name for `nobypass status` without an agent");
+        }
+        Ok(())
+    }
+
+    fn write_set(&mut self, set: u32, exemptions: &Exemptions) -> Result<(), BpfError> {
+        let Entries { ports, cidrs, ids } = entries(set, exemptions);
+        for (bits, key) in ports {
+            self.maps.add_exempt_port(bits, key)?;
+        }
+        for (bits, key) in cidrs {
+            self.maps.add_exempt_cidr(bits, key)?;
+        }
+        for key in ids {
+            self.maps.add_exempt_id(key)?;
+        }
+        Ok(())
+    }
+
+    /// Sets of an earlier agent that no entry refers to.
+    fn drop_stale_sets(&mut self) -> Result<(), BpfError> {
+        let used: HashSet<u32> = self.maps.policies().iter().map(|(_, policy)| policy.exempt_set).collect();
+        for set in self.maps.exempt_sets() {
+            if !used.contains(&set) {
+                self.maps.remove_exempt_set(set)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A cgroup is gone: keep its sums, tell everybody, then forget it.
+    fn retire(&mut self, id: u64) -> Result<(), BpfError> {
+        if let Some(counters) = self.maps.counters(id) {
+            let (namespace, mesh) = match self.views.get(&id) {
+                Some(view) => (view.namespace.clone(), view.mesh.clone()),
+                None => self.maps.name(id).map_or_else(Default::default, |name| {
+                    (text(&name.namespace).into(), text(&name.mesh).into())
+                }),
+            };
+            fold(&mut self.ledger, &namespace, &mesh, &counters);
+        }
+        self.views.remove(&id);
+        self.publish();
+        self.maps.forget(id)?;
+        if let Some((_, exemptions)) = self.written.remove(&id)
+            && let Some(set) = self.sets.release(&exemptions)
+        {
+            self.maps.remove_exempt_set(set)?;
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self) {
+        self.state.version += 1;
+        self.state.pods = Arc::new(self.views.clone());
+        self.state.ledger = Arc::new(self.ledger.clone());
+        self.out.send_replace(self.state.clone());
+    }
+
+    fn count_without_entry(&mut self, error: &BpfError) {
+        self.state.without_entry += 1;
+        // Once at 1, 2, 4 …: a full map meets every new pod.
+        if self.state.without_entry.is_power_of_two() {
+            tracing::error!(%error, pods = self.state.without_entry, capacity = self.maps.capacity(),
+                "no room for a pod's entry: it is judged as unknown; raise --max-pods and run `nobypass cleanup`");
+        }
+    }
+}
+
+/// Whether `path` lies below `parent`, component-wise.
+fn is_below(parent: &str, path: &str) -> bool {
+    path.strip_prefix(parent).is_some_and(|rest| rest.starts_with('/'))
+}
+
+fn unknown_view(uid: PodUid, cgroup: u64) -> PodView {
+    PodView {
+        uid,
+        namespace: "".into(),
+        name: "".into(),
+        mesh: "".into(),
+        cgroup,
+        kind: PodKind::Unknown,
+        reason: "not_classified",
+        unsupported: false,
+        proxy: None,
+        proxy_cgroup: 0,
+        families: [false; 2],
+        problems: Vec::new(),
+        containers: Vec::new(),
+    }
+}
+
+fn view(uid: PodUid, cgroup: u64, facts: &PodFacts, entry: &Entry, membership: &Membership) -> PodView {
+    let (kind, reason) = desired::kind(membership);
+    let meshed = match membership {
+        Membership::Meshed(meshed) => Some(&**meshed),
+        Membership::NotMeshed { .. } | Membership::Exempt { .. } | Membership::Unsupported { .. } => None,
+    };
+    let mesh = match membership {
+        Membership::Unsupported { profile, .. } => profile.clone(),
+        _ => meshed.map_or_else(|| "".into(), |meshed| meshed.profile.clone()),
+    };
+    let proxy = meshed.and_then(|meshed| meshed.proxy_container);
+    let proxy_cgroup = proxy.and_then(|proxy| entry.containers.get(&proxy)).copied().unwrap_or(0);
+    let mut containers: Vec<(u64, Box<str>)> = facts
+        .containers
+        .iter()
+        .filter_map(|container| Some((*entry.containers.get(&container.id?)?, container.name.clone())))
+        .collect();
+    containers.sort();
+    let problem = |problem: &crate::mesh::Problem| format!("{}: {:?}", problem.annotation, problem.element);
+    PodView {
+        uid,
+        namespace: facts.namespace.clone(),
+        name: facts.name.clone(),
+        mesh,
+        cgroup,
+        kind,
+        reason,
+        unsupported: matches!(membership, Membership::Unsupported { .. }),
+        proxy,
+        proxy_cgroup,
+        families: meshed.map_or([false; 2], |meshed| [meshed.families.ipv4, meshed.families.ipv6]),
+        problems: meshed.map_or_else(Vec::new, |meshed| meshed.problems.iter().map(problem).collect()),
+        containers,
+    }
+}
+
+fn name(view: &PodView) -> PodName {
+    PodName {
+        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
+        name: padded::<NAME_MAX>(&view.name),
+        mesh: padded(&view.mesh),
+    }
+}
+
+fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut bytes = [0; N];
+    for (byte, from) in bytes.iter_mut().zip(text.bytes()) {
+        *byte = from;
+    }
+    bytes
+}
+
+/// The text of a zero-padded field.
+pub fn text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(bytes.get(..end).unwrap_or_default()).into_owned()
+}
