@@ -4,6 +4,7 @@ use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
 use anyhow::{Context as _, Result, bail};
 
@@ -13,6 +14,16 @@ const SBIN: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
 /// What `cargo run` puts into our environment for this package only. A child cargo must not inherit it.
 const OURS: [&str; 5] =
     ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "RUST_RECURSION_COUNT"];
+
+/// A variable for the environment of everything that this run starts, see [`mark`].
+static MARK: OnceLock<(&str, String)> = OnceLock::new();
+
+/// From now on, what is started carries `name=value` in its environment: its descendants can be told from other
+/// processes of the machine.
+pub fn mark(name: &'static str, value: String) {
+    // Once for a run; a second call changes nothing.
+    let _ = MARK.set((name, value));
+}
 
 /// The checkout this xtask was built from.
 pub fn repo_root() -> &'static Path {
@@ -25,6 +36,9 @@ pub fn repo_root() -> &'static Path {
 pub fn command(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     command.current_dir(repo_root()).stdin(Stdio::null());
+    if let Some((name, value)) = MARK.get() {
+        command.env(name, value);
+    }
     for (name, _) in env::vars_os() {
         if name.to_str().is_some_and(|name| OURS.iter().any(|ours| name.starts_with(ours))) {
             command.env_remove(&name);

@@ -117,9 +117,7 @@ fn rust_src_from_debian(rust: &Rust) -> Result<()> {
         fs::create_dir_all(parent).with_context(|| not_writable(&link))?;
     }
     match fs::remove_file(&link) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            return Err(error).context(not_writable(&link));
-        }
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).context(not_writable(&link)),
         _ => symlink(&source, &link).with_context(|| not_writable(&link)),
     }
 }
