@@ -1,7 +1,10 @@
 //! `cargo xtask test`: runs the tiers that this machine can run and counts what happened.
 
-use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::io::{self, BufRead as _, BufReader, Read, Write as _};
 use std::process::Stdio;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 
@@ -10,6 +13,9 @@ use crate::setup;
 use crate::tally::{Libtest, Tally};
 use crate::tier::{TIERS, Tier, invocations};
 use crate::workspace::Workspace;
+
+/// How long to wait for more output when cargo itself has ended.
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
 /// Runs the named tiers, or all that have tests; `filter` goes to the test programs as it is.
 pub fn run(names: &[String], filter: &[String]) -> Result<Tally> {
@@ -88,26 +94,63 @@ fn run_tier(tier: &Tier, runs: &[Vec<String>], filter: &[String]) -> Result<Tall
 fn cargo_test(args: &[String]) -> Result<Tally> {
     let mut command = cargo();
     command.args(args).stdout(Stdio::piped());
-    let line = shown(&command);
-    println!("   {line}");
-    let mut child = command.spawn().with_context(|| format!("cannot run `{line}`"))?;
+    let name = shown(&command);
+    println!("   {name}");
+    let mut child = command.spawn().with_context(|| format!("cannot run `{name}`"))?;
+    let lines = read_lines(child.stdout.take().context("the child has no stdout")?);
     let mut counter = Libtest::default();
-    if let Some(stdout) = child.stdout.take() {
-        let mut reader = BufReader::new(stdout);
-        let mut line = Vec::new();
-        while reader.read_until(b'\n', &mut line).context("cannot read what the tests print")? > 0 {
-            io::stdout().write_all(&line).context("cannot write to stdout")?;
-            counter.line(&String::from_utf8_lossy(&line));
-            line.clear();
+    let mut ended = true;
+    let mut status = None;
+    loop {
+        match lines.recv_timeout(LAST_OUTPUT) {
+            Ok(line) => {
+                io::stdout().write_all(&line).context("cannot write to stdout")?;
+                counter.line(&String::from_utf8_lossy(&line));
+                ended = line.ends_with(b"\n");
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+            // The end of the output would not come while a process that a test forgot holds it open.
+            Err(RecvTimeoutError::Timeout) if status.is_some() => {
+                println!("== the tests have ended, but something that they started still runs");
+                break;
+            }
+            Err(RecvTimeoutError::Timeout) => status = child.try_wait().context("cannot wait for cargo")?,
         }
     }
-    let status = child.wait().with_context(|| format!("cannot wait for `{line}`"))?;
+    // A test program that died stopped in the middle of a line.
+    if !ended {
+        println!();
+    }
+    let status = child.wait().with_context(|| format!("cannot wait for `{name}`"))?;
     Ok(counter.finish(status.success()))
+}
+
+/// Reads in a thread of its own, which ends with the output.
+fn read_lines(output: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || {
+        let mut reader = BufReader::new(output);
+        loop {
+            let mut line = Vec::new();
+            match reader.read_until(b'\n', &mut line) {
+                Ok(0) | Err(_) => return,
+                Ok(_) if sender.send(line).is_err() => return,
+                Ok(_) => {}
+            }
+        }
+    });
+    receiver
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_come_as_they_are() {
+        let lines: Vec<_> = read_lines(&b"a\n\xff\nend"[..]).iter().collect();
+        assert_eq!(lines, [&b"a\n"[..], b"\xff\n", b"end"]);
+    }
 
     #[test]
     fn a_tier_that_cannot_run_is_skipped_but_fails_in_ci() {
