@@ -155,11 +155,10 @@ fn line(row: &Row, why: &str, errors: &Errors) -> String {
         Source::Package(name) if find_program("apt-get").is_none() => {
             format!("install it with your package manager (Debian calls it {name})")
         }
-        Source::Package(name) if is_root() => format!("run `{}`", apt::install_line(&[name])),
-        Source::Package(name) => format!("run `sudo {}`", apt::install_line(&[name])),
+        Source::Package(name) if !is_root() => format!("run `sudo {}`", apt::install_line(&[name])),
         _ => String::from("run `cargo xtask setup`"),
     };
-    format!("{:<15} {} ({why}), for {}: {advice}", row.name, row.what, row.needed_by())
+    format!("{}: {} ({why}), for {}: {advice}", row.name, row.what, row.needed_by())
 }
 
 #[cfg(test)]
@@ -173,7 +172,7 @@ mod tests {
         let text = line(row, "no program `runc`", &failed);
         assert_eq!(
             text,
-            "runc            starts the containers (no program `runc`), for `cargo xtask test --tier node`, \
+            "runc: starts the containers (no program `runc`), for `cargo xtask test --tier node`, \
              `cargo xtask demo`: installing it failed: no network"
         );
         assert!(line(lookup(Need::BpfLinker), "x", &Errors::new()).ends_with("run `cargo xtask setup`"));

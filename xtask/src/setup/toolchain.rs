@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs, io};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 
 use super::apt::{self, PrivateApt};
 use super::rust::Rust;
@@ -96,11 +96,16 @@ pub fn add_component(rust: &Rust, component: &str) -> Result<()> {
 
 /// rust-src from rustup, or Debian's package of exactly this rustc, linked into the sysroot.
 pub fn install_rust_src(rust: &Rust) -> Result<()> {
-    let Err(rustup) = add_component(rust, "rust-src") else { return Ok(()) };
+    // rustup also says yes when its record has the component and the files are gone.
+    let added = add_component(rust, "rust-src");
+    let Err(rustup) = added.and_then(|()| rust_src(rust).map_err(|missing| anyhow!("done, but {missing}")))
+    else {
+        return Ok(());
+    };
     rust_src_from_debian(rust).with_context(|| {
         format!(
-            "neither rustup nor Debian has it. rustup: {rustup:#}. Use a rustup toolchain with network access \
-             (`rustup component add rust-src`). Debian"
+            "rustup: {rustup:#}; use a rustup toolchain and network access (`rustup component add rust-src`). \
+             Debian's package instead"
         )
     })
 }
