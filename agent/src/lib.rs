@@ -6,7 +6,12 @@
 pub mod bpf;
 pub mod cgroup;
 pub mod cli;
+pub mod detect;
 pub mod mesh;
+pub mod metrics;
 pub mod pods;
 pub mod policy;
+pub mod server;
+pub mod status;
 pub mod sys;
+pub mod telemetry;

@@ -6,6 +6,7 @@
 use std::fs;
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
 use nobypass_common::abi::ABI_VERSION;
@@ -13,6 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::error::BpfError;
 use super::hooks::Hook;
+use crate::sys::bpf as raw;
 use crate::sys::mount::is_bpffs;
 
 /// Default of `--bpf-dir`.
@@ -106,6 +108,25 @@ impl PinDir {
             }
         }
         Ok(links)
+    }
+
+    /// Which hooks have a pinned link that is attached to something: what can be told without an agent.
+    pub fn attached(&self) -> Vec<(Hook, bool)> {
+        let links = self.links().unwrap_or_default();
+        let attached = |hook: Hook| {
+            let prefix = format!("link_{}", hook.label());
+            let mut pins = links.iter().filter(|pin| {
+                let name =
+                    pin.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+                name == prefix || name.strip_prefix(&prefix).is_some_and(|rest| rest.starts_with('_'))
+            });
+            pins.any(|pin| {
+                let link = raw::open_pin(pin).and_then(|link| raw::cgroup_link(link.as_fd()));
+                // A tracepoint's link is of another kind; that it exists is all there is to know.
+                link.is_ok_and(|link| link.is_none_or(|link| link.cgroup_id != 0))
+            })
+        };
+        Hook::ALL.map(|hook| (hook, attached(hook))).to_vec()
     }
 
     /// Removes the pins of other ABI versions: their programs are detached with that.

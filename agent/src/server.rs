@@ -1,0 +1,270 @@
+//! HTTP: `/livez /readyz /metrics` on a port, and those with the command line's routes on a Unix socket.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, put};
+use axum::{Json, Router};
+use nobypass_common::ids::Mode;
+use prometheus_client::registry::Registry;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
+
+use crate::bpf::Maps;
+use crate::detect::report::Report;
+use crate::policy::Snapshot;
+use crate::status::{self, HookStatus};
+use crate::telemetry::LevelHandle;
+
+/// Default of `--socket`.
+pub const DEFAULT_SOCKET: &str = "/run/nobypass/agent.sock";
+
+/// Channels whose full moments are counted.
+const CHANNELS: [&str; 2] = ["events", "cgroups"];
+
+/// What tasks say about themselves. Locks are held for a copy, never across an await.
+#[derive(Debug, Default)]
+pub struct Health {
+    pending: Mutex<BTreeMap<&'static str, String>>,
+    hooks: Mutex<Vec<HookStatus>>,
+    dropped: [AtomicU64; CHANNELS.len()],
+}
+
+impl Health {
+    /// Something is not ready, and why.
+    pub fn wait_for(&self, what: &'static str, why: impl Into<String>) {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).insert(what, why.into());
+    }
+
+    /// It is now.
+    pub fn done(&self, what: &'static str) {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).remove(what);
+    }
+
+    /// What is not ready.
+    pub fn pending(&self) -> Vec<String> {
+        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        pending.iter().map(|(what, why)| format!("{what}: {why}")).collect()
+    }
+
+    /// Sets the hooks' state.
+    pub fn set_hooks(&self, hooks: Vec<HookStatus>) {
+        *self.hooks.lock().unwrap_or_else(PoisonError::into_inner) = hooks;
+    }
+
+    /// The hooks' state.
+    pub fn hooks(&self) -> Vec<HookStatus> {
+        self.hooks.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A channel was full `times` times in all.
+    pub fn set_dropped(&self, channel: &str, times: u64) {
+        for (name, dropped) in CHANNELS.iter().zip(&self.dropped) {
+            if *name == channel {
+                dropped.store(times, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Full moments by channel.
+    pub fn dropped(&self) -> [(&'static str, u64); CHANNELS.len()] {
+        let mut counts = CHANNELS.map(|channel| (channel, 0));
+        for ((_, count), dropped) in counts.iter_mut().zip(&self.dropped) {
+            *count = dropped.load(Ordering::Relaxed);
+        }
+        counts
+    }
+}
+
+/// A change that the one writer of the settings shall make.
+#[derive(Debug)]
+pub struct SetMode {
+    /// The new mode.
+    pub mode: Mode,
+    /// Told when it holds, or why not.
+    pub done: oneshot::Sender<Result<(), String>>,
+}
+
+/// What the routes need. Parts that come up later are empty until then.
+#[derive(Debug)]
+pub struct Context {
+    /// Readiness, hooks.
+    pub health: Arc<Health>,
+    /// The metrics, once there are maps to read.
+    pub registry: OnceLock<Registry>,
+    /// The maps, once there are any.
+    pub maps: OnceLock<Maps>,
+    /// Pods.
+    pub snapshots: OnceLock<watch::Receiver<Snapshot>>,
+    /// Bypasses as they come.
+    pub reports: broadcast::Sender<Arc<Report>>,
+    /// To the writer of the settings.
+    pub set_mode: mpsc::Sender<SetMode>,
+    /// The log's level.
+    pub level: LevelHandle,
+}
+
+/// The routes of the port.
+pub fn public(context: Arc<Context>) -> Router {
+    Router::new()
+        .route("/livez", get(|| async { "ok\n" }))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(metrics))
+        .with_state(context)
+}
+
+/// The routes of the socket.
+pub fn private(context: Arc<Context>) -> Router {
+    Router::new()
+        .route("/v1/status", get(node_status))
+        .route("/v1/events", get(events))
+        .route("/v1/mode", put(set_mode))
+        .route("/v1/log-level", put(log_level))
+        .with_state(Arc::clone(&context))
+        .merge(public(context))
+}
+
+async fn readyz(State(context): State<Arc<Context>>) -> Response {
+    let pending = context.health.pending();
+    if pending.is_empty() {
+        return "ready\n".into_response();
+    }
+    (StatusCode::SERVICE_UNAVAILABLE, format!("not ready\n{}\n", pending.join("\n"))).into_response()
+}
+
+async fn metrics(State(context): State<Arc<Context>>) -> Response {
+    let Some(registry) = context.registry.get() else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "the kernel half is not loaded yet, see /readyz\n")
+            .into_response();
+    };
+    let mut text = String::new();
+    if let Err(error) = prometheus_client::encoding::text::encode(&mut text, registry) {
+        return (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
+    }
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
+}
+
+async fn node_status(State(context): State<Arc<Context>>) -> Response {
+    let (Some(maps), Some(snapshots)) = (context.maps.get(), context.snapshots.get()) else {
+        let pending = context.health.pending().join("; ");
+        return (StatusCode::SERVICE_UNAVAILABLE, format!("the agent is starting: {pending}\n"))
+            .into_response();
+    };
+    let snapshot = snapshots.borrow().clone();
+    match status::read(maps, context.health.hooks(), Some(&snapshot)) {
+        Ok(mut status) => {
+            status.agent.pending = context.health.pending();
+            Json(status).into_response()
+        }
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
+    }
+}
+
+/// Bypasses as they come, one JSON object a line; a reader that is too slow is told how many it missed.
+async fn events(State(context): State<Arc<Context>>) -> Response {
+    let reports = context.reports.subscribe();
+    let lines = futures_util::stream::unfold(reports, |mut reports| async move {
+        let line = match reports.recv().await {
+            Ok(report) => serde_json::to_string(&*report).ok()?,
+            Err(broadcast::error::RecvError::Lagged(missed)) => format!("{{\"missed\":{missed}}}"),
+            Err(broadcast::error::RecvError::Closed) => return None,
+        };
+        Some((Ok::<_, std::convert::Infallible>(line + "\n"), reports))
+    });
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
+}
+
+async fn set_mode(State(context): State<Arc<Context>>, body: String) -> Response {
+    let wanted = body.trim();
+    let Some(mode) = Mode::ALL.iter().find(|mode| mode.label() == wanted) else {
+        return (StatusCode::BAD_REQUEST, format!("{wanted:?} is no mode: off, audit or enforce\n"))
+            .into_response();
+    };
+    let (done, result) = oneshot::channel();
+    let sent = context.set_mode.send(SetMode { mode: *mode, done }).await;
+    match (sent, result.await) {
+        (Ok(()), Ok(Ok(()))) => format!("{}\n", mode.label()).into_response(),
+        (Ok(()), Ok(Err(why))) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{why}\n")).into_response(),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping\n").into_response(),
+    }
+}
+
+async fn log_level(State(context): State<Arc<Context>>, body: String) -> Response {
+    match context.level.set(body.trim()) {
+        Ok(()) => "ok\n".into_response(),
+        Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
+    }
+}
+
+/// Binds the socket that only root may use. One that a dead agent left is replaced.
+///
+/// # Errors
+/// `AddrInUse` when another agent answers on it; others as bind(2) says.
+pub fn bind_socket(path: &Path) -> io::Result<UnixListener> {
+    if let Some(dir) = path.parent()
+        && !dir.exists()
+    {
+        DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Ok(_) => return Err(io::ErrorKind::AddrInUse.into()),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path)?,
+        Err(_) => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Serves until the process ends.
+///
+/// # Errors
+/// As accept(2) says.
+pub async fn serve(tcp: Option<TcpListener>, unix: UnixListener, context: Arc<Context>) -> io::Result<()> {
+    let private = axum::serve(unix, private(Arc::clone(&context)));
+    match tcp {
+        None => private.await,
+        Some(tcp) => {
+            let public = axum::serve(tcp, public(context));
+            tokio::try_join!(private.into_future(), public.into_future()).map(|_| ())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readiness_lists_what_is_pending() {
+        let health = Health::default();
+        assert!(health.pending().is_empty());
+        health.wait_for("pods", "not listed yet");
+        health.wait_for("hooks", "not attached");
+        assert_eq!(health.pending(), ["hooks: not attached", "pods: not listed yet"]);
+        health.done("pods");
+        assert_eq!(health.pending(), ["hooks: not attached"]);
+    }
+
+    #[tokio::test]
+    async fn a_dead_agents_socket_is_replaced_and_a_living_ones_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/agent.sock");
+        let first = bind_socket(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o700);
+        assert_eq!(bind_socket(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(first);
+        bind_socket(&path).unwrap();
+    }
+}
