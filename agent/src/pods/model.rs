@@ -170,7 +170,7 @@ impl fmt::Debug for KeyValues {
     }
 }
 
-/// Which labels and annotations are worth keeping. A key that ends with `*` means all that start so.
+/// A set of names: which labels, annotations or containers are of interest. One that ends with `*` means all that start so.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Keys {
     exact: BTreeSet<Box<str>>,

@@ -1,5 +1,7 @@
 //! Where facts about pods come from, and how they arrive.
 
+pub mod cri;
+
 use std::sync::Arc;
 
 use super::{ContainerId, PodUid, model::PodFacts};

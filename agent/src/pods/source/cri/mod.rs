@@ -1,0 +1,287 @@
+//! Pods as the container runtime knows them (CRI v1 over a Unix socket).
+//!
+//! The runtime is asked for its lists: at once when a cgroup event hints at a change, and slowly all the time. It is
+//! not asked for its event stream, because in containerd 1.7 the stream has one queue for all its readers, so that the
+//! kubelet would miss what we read.
+
+mod assemble;
+mod client;
+pub mod endpoint;
+mod expect;
+#[cfg(test)]
+mod fake;
+mod info;
+mod round;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    path::PathBuf,
+    time::Duration,
+};
+
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
+
+pub use self::client::CriError;
+use self::{
+    assemble::Known,
+    client::{Deadlines, Runtime},
+    expect::Expectations,
+    round::Ended,
+};
+use super::{Nudge, PodUpdate};
+use crate::pods::model::Keys;
+
+/// How to reach the runtime, and what to keep of its answers.
+#[derive(Debug, Clone)]
+pub struct CriOptions {
+    /// The socket; `None` tries the usual ones.
+    pub endpoint: Option<PathBuf>,
+    /// Where the host's file system is seen; the usual sockets are looked for below it.
+    pub host_root: PathBuf,
+    /// The labels and annotations to keep.
+    pub keys: Keys,
+    /// The containers whose user and exit code are asked for.
+    pub container_names: Keys,
+    /// Time between two regular rounds, give or take a fifth.
+    pub resync: Duration,
+    /// How long hints are collected before a round.
+    pub debounce: Duration,
+    /// Deadline of a connection and of a list.
+    pub list_deadline: Duration,
+    /// Deadline of a single status.
+    pub detail_deadline: Duration,
+    /// Longest pause between two tries to connect.
+    pub max_backoff: Duration,
+}
+
+impl CriOptions {
+    /// The defaults, keeping `keys` and asking about `container_names`.
+    #[must_use]
+    pub fn new(keys: Keys, container_names: Keys) -> Self {
+        Self {
+            endpoint: None,
+            host_root: "/".into(),
+            keys,
+            container_names,
+            resync: Duration::from_secs(30),
+            debounce: Duration::from_millis(10),
+            list_deadline: Duration::from_secs(5),
+            detail_deadline: Duration::from_secs(1),
+            max_backoff: Duration::from_secs(5),
+        }
+    }
+}
+
+/// How the source fares, for `/readyz` and metrics.
+#[derive(Debug, Clone)]
+pub struct CriState {
+    /// The runtime answers.
+    pub connected: bool,
+    /// Since when it does, or does not.
+    pub since: Instant,
+    /// The socket in use, or the last one.
+    pub endpoint: Option<PathBuf>,
+    /// Name and version of the runtime.
+    pub runtime: Option<String>,
+    /// Why it did not answer, last time.
+    pub last_error: Option<String>,
+    /// Everything that exists was sent at least once.
+    pub synced: bool,
+    /// Pods known now. While the runtime is away: the last ones known.
+    pub pods: usize,
+    /// Finished rounds.
+    pub rounds: u64,
+    /// How long the last round took, sending included.
+    pub last_round: Duration,
+    /// Connections lost or not made.
+    pub failures: u64,
+    /// Details that could not be had, although the lists could.
+    pub details_failed: u64,
+    /// Sandboxes and containers in the last lists whose ids no cgroup can carry.
+    pub skipped: usize,
+}
+
+impl CriState {
+    fn new() -> Self {
+        Self {
+            connected: false,
+            since: Instant::now(),
+            endpoint: None,
+            runtime: None,
+            last_error: None,
+            synced: false,
+            pods: 0,
+            rounds: 0,
+            last_round: Duration::ZERO,
+            failures: 0,
+            details_failed: 0,
+            skipped: 0,
+        }
+    }
+
+    fn set_connected(&mut self, connected: bool) {
+        if self.connected != connected {
+            self.connected = connected;
+            self.since = Instant::now();
+        }
+    }
+}
+
+/// The source. It remembers what it sent, also while the runtime is away.
+#[derive(Debug)]
+pub struct CriSource {
+    options: CriOptions,
+    state: watch::Sender<CriState>,
+    known: Known,
+    expected: Expectations,
+    failed: round::Failed,
+    jitter: RandomState,
+}
+
+/// What woke a waiting source.
+enum Woken {
+    Time,
+    Closed,
+}
+
+impl CriSource {
+    /// A source that has not connected yet, and its state.
+    #[must_use]
+    pub fn new(options: CriOptions) -> (Self, watch::Receiver<CriState>) {
+        let (state, receiver) = watch::channel(CriState::new());
+        let source = Self {
+            options,
+            state,
+            known: Known::new(),
+            expected: Expectations::default(),
+            failed: round::Failed::default(),
+            jitter: RandomState::new(),
+        };
+        (source, receiver)
+    }
+
+    /// Sends what the runtime knows to `out` and keeps it up to date, whatever happens to the runtime. Ends only when
+    /// nobody takes the updates any more. Without hints (`nudges` closed) it goes on at its own pace.
+    pub async fn run(mut self, mut nudges: mpsc::Receiver<Nudge>, out: mpsc::Sender<PodUpdate>) {
+        let mut tries = 0_u32;
+        loop {
+            let error = match self.connect().await {
+                Ok(runtime) => match self.serve(&runtime, &mut nudges, &out, &mut tries).await {
+                    Ended::Closed => return,
+                    Ended::Failed(error) => error,
+                },
+                Err(error) => error,
+            };
+            self.lost(&error, tries);
+            let pause = self.backoff(tries);
+            tries = tries.saturating_add(1);
+            if let Woken::Closed = self.wait(Instant::now() + pause, None, &mut nudges, &out).await {
+                return;
+            }
+        }
+    }
+
+    async fn connect(&self) -> Result<Runtime, CriError> {
+        let CriOptions { endpoint, host_root, list_deadline, detail_deadline, .. } = &self.options;
+        let deadlines = Deadlines { list: *list_deadline, detail: *detail_deadline };
+        Runtime::connect(endpoint.as_deref(), host_root, deadlines).await
+    }
+
+    /// Rounds until the runtime fails.
+    async fn serve(
+        &mut self,
+        runtime: &Runtime,
+        nudges: &mut mpsc::Receiver<Nudge>,
+        out: &mpsc::Sender<PodUpdate>,
+        tries: &mut u32,
+    ) -> Ended {
+        self.failed = round::Failed::default();
+        let mut synced = false;
+        loop {
+            if let Err(ended) = self.round(runtime, out).await {
+                return ended;
+            }
+            self.connected(runtime);
+            *tries = 0;
+            if !synced {
+                if out.send(PodUpdate::Synced).await.is_err() {
+                    return Ended::Closed;
+                }
+                self.state.send_modify(|state| state.synced = true);
+                synced = true;
+            }
+            let now = Instant::now();
+            let regular = now + self.about(self.options.resync);
+            let next = [self.expected.settle(&self.known, now), self.failed.next_try()];
+            let next = next.into_iter().flatten().fold(regular, Instant::min);
+            if let Woken::Closed = self.wait(next, Some(self.options.debounce), nudges, out).await {
+                return Ended::Closed;
+            }
+        }
+    }
+
+    /// Waits until `next`, taking hints. With `debounce`, the first hint shortens the wait to that.
+    async fn wait(
+        &mut self,
+        mut next: Instant,
+        debounce: Option<Duration>,
+        nudges: &mut mpsc::Receiver<Nudge>,
+        out: &mpsc::Sender<PodUpdate>,
+    ) -> Woken {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep_until(next) => return Woken::Time,
+                () = out.closed() => return Woken::Closed,
+                Some(nudge) = nudges.recv() => {
+                    let now = Instant::now();
+                    self.expected.hint(nudge, now);
+                    if let Some(debounce) = debounce {
+                        next = next.min(now + debounce);
+                    }
+                }
+            }
+        }
+    }
+
+    fn connected(&self, runtime: &Runtime) {
+        if !self.state.borrow().connected {
+            tracing::info!(endpoint = %runtime.path().display(), runtime = runtime.name, "container runtime answers");
+        }
+        self.state.send_modify(|state| {
+            state.set_connected(true);
+            state.endpoint = Some(runtime.path().to_owned());
+            state.runtime = Some(runtime.name.clone());
+        });
+    }
+
+    fn lost(&self, error: &CriError, tries: u32) {
+        // Once for an outage, not once for every try.
+        if tries == 0 {
+            tracing::warn!(%error, pods = self.known.len(), "container runtime does not answer, keeping what is known");
+        } else {
+            tracing::debug!(%error, tries, "container runtime still does not answer");
+        }
+        self.state.send_modify(|state| {
+            state.set_connected(false);
+            state.failures = state.failures.saturating_add(1);
+            state.last_error = Some(error.to_string());
+        });
+    }
+
+    fn backoff(&self, tries: u32) -> Duration {
+        let pause = Duration::from_millis(100).saturating_mul(1 << tries.min(10));
+        self.about(pause.min(self.options.max_backoff))
+    }
+
+    /// `period`, give or take a fifth, so that the nodes of a cluster do not move in step.
+    fn about(&self, period: Duration) -> Duration {
+        let random = self.jitter.hash_one(Instant::now()) % 401;
+        let factor = u32::try_from(800 + random).unwrap_or(1000);
+        period.saturating_mul(factor) / 1000
+    }
+}
