@@ -3,9 +3,11 @@
 //! The binary is `main.rs`; this library exists so that integration tests and benchmarks reach the modules.
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
+pub mod app;
 pub mod bpf;
 pub mod cgroup;
 pub mod cli;
+pub mod config;
 pub mod detect;
 pub mod mesh;
 pub mod metrics;

@@ -1,11 +1,19 @@
 //! The command line: one file a sub-command, each a thin shell around a module.
 
+mod agent;
+mod cleanup;
+mod client;
+mod events;
 pub mod exit;
+mod mode;
 mod preflight;
+mod status;
 mod table;
 
 use clap::{Parser, Subcommand};
 use exit::Exit;
+
+use crate::config::Config;
 
 /// Keeps service-mesh pods from talking around their proxy.
 #[derive(Debug, Parser)]
@@ -38,8 +46,18 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Run the agent of this node
+    Agent(Box<Config>),
+    /// Show this node's pods and what their connections do
+    Status(status::Args),
+    /// Show bypasses as they happen
+    Events(events::Args),
+    /// Show or change what happens to a bypass: off, audit or enforce
+    Mode(mode::Args),
     /// Check what this node has and lacks, and say what to do
     Preflight(preflight::Args),
+    /// Detach the programs and remove the pins (an agent that ends leaves them in effect)
+    Cleanup(cleanup::Args),
     /// Prove that the hooks see a connection (run by the agent)
     #[command(name = crate::bpf::selftest::CHILD, hide = true)]
     Canary,
@@ -54,6 +72,11 @@ pub fn main() -> Exit {
         Err(error) => return exit::usage(&error),
     };
     match cli.command {
+        Command::Agent(config) => agent::run(&config),
+        Command::Status(args) => status::run(&args),
+        Command::Events(args) => events::run(&args),
+        Command::Mode(args) => mode::run(&args),
+        Command::Cleanup(args) => cleanup::run(&args),
         Command::Preflight(args) => preflight::run(&args),
         Command::Canary => {
             crate::bpf::selftest::child();

@@ -1,0 +1,483 @@
+//! Joins the modules: the only one that knows them all.
+//!
+//! Tasks end only when the process does; one that ends by itself takes the process down, so that nothing dies
+//! silently. The pins stay: enforcement goes on without an agent.
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use nobypass_common::abi::{CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, Config as KernelConfig};
+use nobypass_common::ids::{CgroupChange, Mode, UnknownPolicy};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{broadcast, mpsc, watch};
+use tokio::task::JoinSet;
+
+use crate::bpf::events::{Ring, cgroup_notice, event};
+use crate::bpf::{BpfError, Hook, Kernel, Maps, Options, Parent, selftest};
+use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
+use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
+use crate::cgroup::path::parse_below;
+use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
+use crate::cgroup::stream::{CgroupSender, channel};
+use crate::cgroup::watch as inotify;
+use crate::cli::exit::Exit;
+use crate::config::{Config, InboundFlag, NonTcpFlag};
+use crate::detect::report::{LogLimit, Report, log, report};
+use crate::mesh::{ProfileError, Profiles};
+use crate::metrics;
+use crate::pods::source::cri::{CriOptions, CriSource, CriState, endpoint};
+use crate::pods::source::{Nudge, PodUpdate};
+use crate::policy::desired::Wishes;
+use crate::policy::exempt::kernel_address;
+use crate::policy::keeper::text;
+use crate::policy::{Keeper, Snapshot};
+use crate::server::{Context, Health, SetMode, bind_socket, serve};
+use crate::status::hook_status;
+use crate::sys::clock::wall;
+use crate::sys::mount::{has_tracefs, private_tracefs};
+use crate::telemetry::{self, BadFilter};
+
+/// How often the agent shows the programs that it lives.
+const BEAT: Duration = Duration::from_secs(5);
+/// How often the hooks' effect and the node's addresses are looked at.
+const LOOK: Duration = Duration::from_secs(30);
+/// How often missing pod cgroups are looked for.
+const WAIT: Duration = Duration::from_secs(1);
+/// Cgroup events on their way to the keeper.
+const CGROUP_QUEUE: usize = 4096;
+/// Pod updates, hints and reports on their way.
+const QUEUE: usize = 1024;
+
+/// Why the agent does not run, or stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum AppError {
+    /// See the kind.
+    #[error(transparent)]
+    Bpf(#[from] BpfError),
+    /// See the kind.
+    #[error(transparent)]
+    Root(#[from] RootError),
+    /// See the kind.
+    #[error(transparent)]
+    Parent(#[from] ParentError),
+    /// See the kind.
+    #[error(transparent)]
+    Profiles(#[from] ProfileError),
+    /// See the kind.
+    #[error("--log: {0}")]
+    Log(#[from] BadFilter),
+    /// See the kind.
+    #[error("--cri-endpoint: {0}")]
+    Endpoint(#[from] endpoint::EndpointError),
+    /// Binding an address or socket failed.
+    #[error("cannot listen on {at}: {source}; {remedy}")]
+    Listen { at: String, source: std::io::Error, remedy: &'static str },
+    /// The runtime or a signal handler could not be set up.
+    #[error("cannot {what}: {source}")]
+    System { what: &'static str, source: std::io::Error },
+    /// A task ended although it should run for ever.
+    #[error("the task {task} ended{why}; stopping, so that it is started again")]
+    Task { task: &'static str, why: String },
+}
+
+impl AppError {
+    /// The exit code.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Bpf(error) => error.exit(),
+            Self::Root(_) => Exit::Unavailable,
+            Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => Exit::Usage,
+            Self::Listen { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+                Exit::NoPermission
+            }
+            Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
+        }
+    }
+}
+
+/// Runs the agent until it is told to stop.
+///
+/// # Errors
+/// [`AppError`], each with what to do.
+pub fn run(config: &Config) -> Result<(), AppError> {
+    let level = telemetry::init(&config.log, config.log_format)?;
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "nobypass agent starts");
+    let profiles = match &config.profiles {
+        Some(path) => Profiles::load(path)?,
+        None => Profiles::built_in(),
+    };
+    let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
+    let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
+    tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
+    // Before there are threads: a mount namespace of one's own cannot be taken with them.
+    if !has_tracefs()
+        && let Err(error) = private_tracefs()
+    {
+        tracing::warn!(%error, "tracefs is not mounted and cannot be: new pods are known at their first packet; \
+            mount it with: mount -t tracefs tracefs /sys/kernel/tracing");
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| AppError::System { what: "start the runtime", source })?;
+    runtime.block_on(Agent { config, profiles: Arc::new(profiles), endpoint, root, level }.run())
+}
+
+struct Agent<'a> {
+    config: &'a Config,
+    profiles: Arc<Profiles>,
+    endpoint: Option<PathBuf>,
+    root: CgroupRoot,
+    level: telemetry::LevelHandle,
+}
+
+/// How a task ended: its name, and its error if it was one.
+type Ended = (&'static str, Result<(), String>);
+
+impl Agent<'_> {
+    async fn run(self) -> Result<(), AppError> {
+        let stop = stop_signal()?;
+        tokio::pin!(stop);
+        let mut tasks: JoinSet<Ended> = JoinSet::new();
+        let health = Arc::new(Health::default());
+        health.wait_for("pod-cgroups", "no pod cgroups yet, waiting for the kubelet");
+        health.wait_for("hooks", "not attached yet");
+        health.wait_for("pods", "not listed yet");
+        let (reports, _) = broadcast::channel(QUEUE);
+        let (set_mode, mode_changes) = mpsc::channel(1);
+        let context = Arc::new(Context {
+            health: Arc::clone(&health),
+            registry: OnceLock::new(),
+            maps: OnceLock::new(),
+            snapshots: OnceLock::new(),
+            reports,
+            set_mode,
+            level: self.level.clone(),
+        });
+        self.listen(&mut tasks, &context).await?;
+        let parents = tokio::select! {
+            parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
+            () = &mut stop => return Ok(()),
+        };
+        health.done("pod-cgroups");
+        let parts = self.start(&parents, &context).await?;
+        self.spawn(&mut tasks, parts, parents, mode_changes, &context)?;
+        tokio::select! {
+            () = &mut stop => {
+                tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
+                Ok(())
+            }
+            Some(ended) = tasks.join_next() => Err(match ended {
+                Ok((task, Ok(()))) => AppError::Task { task, why: String::new() },
+                Ok((task, Err(why))) => AppError::Task { task, why: format!(": {why}") },
+                Err(error) => AppError::Task { task: "?", why: format!(": {error}") },
+            }),
+        }
+    }
+
+    async fn listen(&self, tasks: &mut JoinSet<Ended>, context: &Arc<Context>) -> Result<(), AppError> {
+        let socket = &self.config.socket;
+        let unix = bind_socket(socket).map_err(|source| AppError::Listen {
+            at: socket.display().to_string(),
+            remedy: if source.kind() == std::io::ErrorKind::AddrInUse {
+                "another agent answers on it: stop it, or give this one another --socket"
+            } else {
+                "run as root, or give another --socket"
+            },
+            source,
+        })?;
+        let tcp = match self.config.metrics_addr.0 {
+            None => None,
+            Some(address) => Some(TcpListener::bind(address).await.map_err(|source| AppError::Listen {
+                at: address.to_string(),
+                source,
+                remedy: "give another --metrics-addr",
+            })?),
+        };
+        let context = Arc::clone(context);
+        tasks.spawn(
+            async move { ("server", serve(tcp, unix, context).await.map_err(|error| error.to_string())) },
+        );
+        Ok(())
+    }
+
+    /// Loads and attaches, proves the effect, opens what the server reads.
+    async fn start(&self, parents: &[PodParent], context: &Context) -> Result<Kernel, AppError> {
+        let options = Options {
+            dir: self.config.bpf_dir.clone(),
+            max_pods: self.config.max_pods,
+            config: kernel_config(self.config),
+        };
+        let parents: Vec<Parent> = parents.iter().map(parent).collect();
+        let mut kernel = Kernel::start(&options, &parents)?;
+        if let Err(error) = aya_log::EbpfLogger::init(kernel.object()) {
+            tracing::debug!(%error, "the programs' own log is not available");
+        }
+        let dir = kernel.dir().clone();
+        tracing::info!(
+            parents = ?parents.iter().map(|parent| &parent.below_root).collect::<Vec<_>>(),
+            adopted = kernel.adopted(), mode = ?self.config.mode, "attached"
+        );
+        let mut maps = Maps::open(&dir)?;
+        let proven = tokio::task::spawn_blocking(move || {
+            parents.iter().try_for_each(|parent| selftest::run(&mut maps, parent))
+        });
+        match proven.await {
+            Ok(proven) => proven?,
+            Err(error) => return Err(AppError::Task { task: "selftest", why: format!(": {error}") }),
+        }
+        show_hooks(&kernel, &context.health);
+        let _ = context.maps.set(Maps::open(&dir)?);
+        Ok(kernel)
+    }
+
+    fn spawn(
+        &self,
+        tasks: &mut JoinSet<Ended>,
+        kernel: Kernel,
+        parents: Vec<PodParent>,
+        mode_changes: mpsc::Receiver<SetMode>,
+        context: &Arc<Context>,
+    ) -> Result<(), AppError> {
+        let dir = kernel.dir().clone();
+        let health = Arc::clone(&context.health);
+        let (keeper, snapshots) =
+            Keeper::new(Maps::open(&dir)?, parents.clone(), Arc::clone(&self.profiles), wishes(self.config));
+        let _ = context.snapshots.set(snapshots.clone());
+        let _ = context.registry.set(metrics::registry(&dir, snapshots.clone(), Arc::clone(&health))?);
+
+        let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
+        let (nudge, nudges) = mpsc::channel(QUEUE);
+        let (updates, pod_updates) = mpsc::channel::<PodUpdate>(QUEUE);
+        let ring = Ring::open(&dir, "CGROUPS")?;
+        let traced = kernel.effective().iter().all(|(hook, on)| *on || !Hook::TRACEPOINT.contains(hook));
+        tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups.clone(), nudge));
+        if !traced {
+            tasks.spawn(follow_inotify(parents.clone(), cgroups));
+        }
+        let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
+        options.endpoint.clone_from(&self.endpoint);
+        let (source, state) = CriSource::new(options);
+        tasks.spawn(async move {
+            source.run(nudges, updates).await;
+            ("pods", Ok(()))
+        });
+        tasks.spawn(async move {
+            ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
+        });
+        tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
+        let events = Ring::open(&dir, "EVENTS")?;
+        tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
+        tasks.spawn(keep_alive(kernel, mode_changes, health));
+        Ok(())
+    }
+}
+
+/// The programs' settings, but for the parents.
+fn kernel_config(config: &Config) -> KernelConfig {
+    let mut flags = 0;
+    if config.non_tcp != NonTcpFlag::Ignore || config.quic != NonTcpFlag::Ignore {
+        flags |= CONFIG_JUDGE_NON_TCP;
+    }
+    if config.inbound == InboundFlag::Audit {
+        flags |= CONFIG_INBOUND;
+    }
+    KernelConfig {
+        mode: Mode::from(config.mode).code(),
+        unknown_policy: UnknownPolicy::from(config.unknown_pods).code(),
+        flags,
+        hold_ns: u64::from(config.hold_ms) * 1_000_000,
+        event_rate: config.event_rate,
+        event_burst: config.event_rate.saturating_mul(3),
+        ..KernelConfig::default()
+    }
+}
+
+fn wishes(config: &Config) -> Wishes {
+    Wishes { drop_non_tcp: config.non_tcp == NonTcpFlag::Drop, drop_quic: config.quic == NonTcpFlag::Drop }
+}
+
+/// What the kernel half needs to know of a parent.
+pub fn parent(parent: &PodParent) -> Parent {
+    let PodParent { path, rel, level, id, driver: _ } = parent;
+    Parent { path: path.clone(), below_root: rel.clone(), level: *level, cgroup_id: *id }
+}
+
+/// Resolves at SIGTERM or SIGINT.
+fn stop_signal() -> Result<impl Future<Output = ()>, AppError> {
+    let system = |source| AppError::System { what: "handle signals", source };
+    let mut term = signal(SignalKind::terminate()).map_err(system)?;
+    let mut int = signal(SignalKind::interrupt()).map_err(system)?;
+    Ok(async move {
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
+    })
+}
+
+fn show_hooks(kernel: &Kernel, health: &Health) {
+    let effective = kernel.effective();
+    let reason = |hook: Hook| {
+        let degraded = kernel.degraded().iter().find(|degraded| degraded.hook == hook);
+        degraded.map_or(String::new(), |degraded| degraded.reason.clone())
+    };
+    health.set_hooks(effective.iter().map(|(hook, on)| hook_status(*hook, *on, &reason(*hook))).collect());
+    match effective.iter().find(|(hook, _)| *hook == Hook::Egress) {
+        Some((_, true)) => health.done("hooks"),
+        _ => health.wait_for("hooks", "the egress program is not in effect"),
+    }
+}
+
+/// Heartbeat, the hooks' effect, the node's addresses, and changes of the settings: the one writer of `CONFIG`.
+async fn keep_alive(
+    mut kernel: Kernel,
+    mut mode_changes: mpsc::Receiver<SetMode>,
+    health: Arc<Health>,
+) -> Ended {
+    let mut beat = tokio::time::interval(BEAT);
+    let mut look = tokio::time::interval(LOOK);
+    loop {
+        let done = tokio::select! {
+            _ = beat.tick() => kernel.maps.beat(),
+            _ = look.tick() => look_after(&mut kernel, &health),
+            Some(SetMode { mode, done }) = mode_changes.recv() => {
+                let result = kernel.set_config(|config| config.mode = mode.code());
+                tracing::info!(mode = mode.label(), "mode changed");
+                let _ = done.send(result.map_err(|error| error.to_string()));
+                Ok(())
+            }
+        };
+        if let Err(error) = done {
+            return ("kernel", Err(error.to_string()));
+        }
+    }
+}
+
+/// Attaches again what somebody detached, and refreshes the node's addresses.
+fn look_after(kernel: &mut Kernel, health: &Health) -> Result<(), BpfError> {
+    let degraded: Vec<Hook> = kernel.degraded().iter().map(|degraded| degraded.hook).collect();
+    let lost = |kernel: &Kernel| {
+        kernel
+            .effective()
+            .into_iter()
+            .any(|(hook, on)| !on && Hook::CGROUP.contains(&hook) && !degraded.contains(&hook))
+    };
+    if lost(kernel) {
+        tracing::error!("a program of ours is not in effect any more: attaching it again");
+        let parents = kernel.parents().to_vec();
+        kernel.set_parents(&parents)?;
+    }
+    show_hooks(kernel, health);
+    let addresses = nix::ifaddrs::getifaddrs().into_iter().flatten().filter_map(|interface| {
+        let address = interface.address?;
+        let ip = match (address.as_sockaddr_in(), address.as_sockaddr_in6()) {
+            (Some(v4), _) => v4.ip().into(),
+            (None, Some(v6)) => v6.ip().into(),
+            (None, None) => return None,
+        };
+        Some(kernel_address(ip).1)
+    });
+    let addresses: Vec<_> = addresses.collect();
+    kernel.maps.set_node_addresses(&addresses)
+}
+
+/// Cgroups that the tracepoints report: to the keeper, and as hints to the pod source.
+async fn follow_cgroups(
+    mut ring: Ring,
+    parents: Vec<PodParent>,
+    cgroups: CgroupSender,
+    nudge: mpsc::Sender<Nudge>,
+) -> Ended {
+    loop {
+        let drained = ring
+            .drain(|record| {
+                let Some(notice) = cgroup_notice(record) else { return };
+                let Some(path) = notice.path else {
+                    cgroups.rescan();
+                    return;
+                };
+                if selftest::is_canary(&path) {
+                    return;
+                }
+                let kind = match notice.change {
+                    CgroupChange::Made => CgroupEventKind::Made,
+                    CgroupChange::Removed => CgroupEventKind::Removed,
+                };
+                let pod = parents.iter().find_map(|parent| parse_below(&parent.rel, &path));
+                // A lost hint costs time only: the source also looks by itself.
+                if let Some(hint) = pod.and_then(|pod| Nudge::new(kind, pod)) {
+                    let _ = nudge.try_send(hint);
+                }
+                cgroups.send(CgroupEvent { kind, id: notice.id, level: notice.level, path });
+            })
+            .await;
+        if let Err(error) = drained {
+            return ("cgroups", Err(error.to_string()));
+        }
+    }
+}
+
+/// The way to see cgroups where the tracepoints do not work.
+async fn follow_inotify(parents: Vec<PodParent>, cgroups: CgroupSender) -> Ended {
+    ("inotify", inotify::run(&parents, &cgroups).await.map_err(|error| error.to_string()))
+}
+
+/// Bypasses: into the log, and to whoever listens.
+async fn follow_events(
+    mut ring: Ring,
+    maps: Maps,
+    snapshots: watch::Receiver<Snapshot>,
+    reports: broadcast::Sender<Arc<Report>>,
+) -> Ended {
+    let mut limit = LogLimit::default();
+    loop {
+        let mut events = Vec::new();
+        if let Err(error) = ring.drain(|record| events.extend(event(record))).await {
+            return ("events", Err(error.to_string()));
+        }
+        let snapshot = snapshots.borrow().clone();
+        for event in events {
+            let mut report = report(&event, &snapshot, wall(event.ts_ns));
+            if report.pod.is_empty()
+                && let Some(name) = maps.name(event.pod)
+            {
+                // Written by an earlier agent; this one has not heard of the pod yet.
+                report.namespace = text(&name.namespace);
+                report.pod = text(&name.name);
+                report.mesh = text(&name.mesh);
+            }
+            if let Some(left_out) = limit.admit(event.pod, Instant::now()) {
+                log(&report, left_out);
+            }
+            // Nobody listening is no error.
+            let _ = reports.send(Arc::new(report));
+        }
+    }
+}
+
+/// Tells readiness what the pod source does.
+async fn watch_source(
+    mut state: watch::Receiver<CriState>,
+    mut snapshots: watch::Receiver<Snapshot>,
+    health: Arc<Health>,
+) -> Ended {
+    loop {
+        let (connected, error) = {
+            let state = state.borrow_and_update();
+            (state.connected, state.last_error.clone())
+        };
+        let reason = error.unwrap_or_else(|| "not connected yet".into());
+        match (connected, snapshots.borrow_and_update().synced) {
+            (true, true) => health.done("pods"),
+            (true, false) => health.wait_for("pods", "connected to the container runtime, listing"),
+            (false, _) => health.wait_for("pods", reason),
+        }
+        tokio::select! {
+            changed = state.changed() => if changed.is_err() { return ("pods", Ok(())) },
+            changed = snapshots.changed() => if changed.is_err() { return ("policy", Ok(())) },
+        }
+    }
+}

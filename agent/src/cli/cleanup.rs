@@ -1,0 +1,27 @@
+//! `nobypass cleanup`: detaches the programs and removes the pins.
+
+use std::path::PathBuf;
+
+use crate::bpf::pins::{DEFAULT_DIR, PinDir};
+use crate::cli::exit::{Exit, fail, print};
+
+/// Arguments of `cleanup`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Directory of the pins, on a BPF file system
+    #[arg(long, env = "NOBYPASS_BPF_DIR", value_name = "DIR", default_value = DEFAULT_DIR)]
+    bpf_dir: PathBuf,
+}
+
+/// Removes what the agent left in the kernel. Refused while an agent runs.
+pub fn run(args: &Args) -> Exit {
+    let dir = PinDir::new(&args.bpf_dir);
+    if !dir.base().exists() {
+        return print(&format!("nothing to do: {} does not exist\n", dir.base().display()));
+    }
+    let lock = dir.lock();
+    match lock.and_then(|_lock| dir.remove_all()) {
+        Ok(pins) => print(&format!("removed {pins} pins: no program of nobypass is attached any more\n")),
+        Err(error) => fail(error.exit(), &error.to_string()),
+    }
+}
