@@ -7,6 +7,7 @@ pub mod cgroup;
 pub mod netns;
 pub mod proc;
 pub mod redirect;
+pub mod traffic;
 pub mod wait;
 
 use std::path::PathBuf;

@@ -98,9 +98,12 @@ impl Netns {
 
     /// Runs `ip -batch` inside, one command a line.
     pub fn ip(&self, batch: &str) -> Result<()> {
-        let mut command = self.command("ip")?;
-        command.args(["-batch", "-"]);
-        proc::check(command, batch).map(drop)
+        self.check("ip", &["-batch", "-"], batch).map(drop)
+    }
+
+    /// As [`Netns::ip`] for the objects that take IPv6 only when told so, as rules.
+    pub fn ip6(&self, batch: &str) -> Result<()> {
+        self.check("ip", &["-6", "-batch", "-"], batch).map(drop)
     }
 
     /// Runs a program inside and gives its output; a failure is an error with its messages.

@@ -56,6 +56,8 @@ impl Ports {
 /// Routing mark and table of the TPROXY variant. The table is the one Istio uses.
 const MARK: u32 = 1;
 const TABLE: u32 = 133;
+/// Conntrack mark of the proxy's own connections.
+const PROXY: u32 = 2;
 
 /// Sets the rules of `variant` with its mesh's default ports.
 pub fn apply_redirect(ns: &Netns, variant: Variant) -> Result<()> {
@@ -68,11 +70,16 @@ pub fn apply_with(ns: &Netns, variant: Variant, ports: Ports) -> Result<()> {
         Variant::None => Ok(()),
         Variant::IptablesLinkerd => both(ns, &linkerd(ports), &linkerd(ports)),
         Variant::V4Only => iptables(ns, "iptables-restore", &linkerd(ports)),
-        Variant::IptablesIstio => both(ns, &istio(ports, "127.0.0.1/32"), &istio(ports, "::1/128")),
+        Variant::IptablesIstio => {
+            both(ns, &istio(ports, "127.0.0.1/32"), &istio(ports, "::1/128"))?;
+            // The proxy reaches its own pod from 127.0.0.6 or ::6, which the first rule lets through. All of 127/8 is local
+            // anyway; `replace` does not mind an address that is there.
+            ns.ip("addr replace ::6/128 dev lo nodad")
+        }
         Variant::Nft => ns.check("nft", &["-f", "-"], &nft(ports)).map(drop),
         Variant::Tproxy => {
             ns.check("nft", &["-f", "-"], &tproxy(ports))?;
-            ns.ip(&routes("add"))
+            routes(ns, "add")
         }
     }
 }
@@ -86,7 +93,7 @@ pub fn clear_redirect(ns: &Netns) -> Result<()> {
     }
     ns.check("nft", &["flush", "ruleset"], "")?;
     // Fails where the TPROXY variant was not in use.
-    let _ = ns.ip(&routes("del"));
+    let _ = routes(ns, "del");
     ns.check("conntrack", &["-F"], "").map(drop)
 }
 
@@ -165,11 +172,15 @@ fn nft(ports: Ports) -> String {
 
 fn tproxy(ports: Ports) -> String {
     let Ports { uid, outbound, inbound } = ports;
+    // The owner of a packet is known only while its socket has a file: not before accept() and not after close(). So the
+    // proxy's connections are remembered by conntrack, and answers are never marked.
     format!(
         "table inet mesh {{\n\
            chain output {{\n\
              type route hook output priority mangle; policy accept;\n\
-             meta skuid {uid} return\n\
+             ct direction reply return\n\
+             ct mark {PROXY} return\n\
+             meta skuid {uid} ct mark set {PROXY} return\n\
              oifname \"lo\" return\n\
              meta l4proto tcp meta mark set {MARK}\n\
            }}\n\
@@ -184,11 +195,9 @@ fn tproxy(ports: Ports) -> String {
     )
 }
 
-fn routes(verb: &str) -> String {
-    format!(
-        "rule {verb} fwmark {MARK} lookup {TABLE}\n\
-         route {verb} local 0.0.0.0/0 dev lo table {TABLE}\n\
-         rule {verb} from ::/0 fwmark {MARK} lookup {TABLE}\n\
-         route {verb} local ::/0 dev lo table {TABLE}"
-    )
+fn routes(ns: &Netns, verb: &str) -> Result<()> {
+    let rule =
+        format!("rule {verb} fwmark {MARK} lookup {TABLE}\nroute {verb} local default dev lo table {TABLE}");
+    ns.ip(&rule)?;
+    ns.ip6(&rule)
 }

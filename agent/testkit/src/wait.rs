@@ -7,6 +7,9 @@ use anyhow::{Result, bail};
 /// Generous bound for things that take milliseconds on an idle machine.
 pub const HANG: Duration = Duration::from_secs(30);
 
+/// Bound for one long run of the traffic helper: a flood, or ten thousand pods.
+pub const LONG: Duration = Duration::from_secs(300);
+
 const STEP: Duration = Duration::from_millis(5);
 
 /// Calls `poll` until it gives a value; after `limit` the error names `what`.
