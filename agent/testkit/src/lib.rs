@@ -4,7 +4,9 @@
 //! process, child processes die with it, and cgroups are removed when their guard is dropped.
 
 pub mod cgroup;
+pub mod images;
 pub mod netns;
+pub mod node;
 pub mod proc;
 pub mod redirect;
 pub mod traffic;

@@ -55,6 +55,12 @@ impl Netns {
         Ok(Self { name: format!("of process {pid}"), fd })
     }
 
+    /// A namespace opened by the caller, as by a name below `/run/netns`.
+    #[must_use]
+    pub fn from_file(name: &str, file: File) -> Self {
+        Self { name: name.to_owned(), fd: file.into() }
+    }
+
     /// Name given at creation.
     #[must_use]
     pub fn name(&self) -> &str {

@@ -1,7 +1,7 @@
 //! Child processes that cannot outlive the test.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
@@ -26,7 +26,11 @@ type Order = (Command, mpsc::Sender<std::io::Result<Child>>);
 ///
 /// `PR_SET_PDEATHSIG` is about the death of the parent *thread* (prctl(2)): a child started from a test's own thread, or
 /// from a runtime's worker, would be killed when that thread ends.
-fn start(mut command: Command) -> Result<Child> {
+fn start(command: Command) -> Result<Child> {
+    start_with(command, true)
+}
+
+fn start_with(mut command: Command, die_with_us: bool) -> Result<Child> {
     static SPAWNER: OnceLock<mpsc::Sender<Order>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
         let (orders, inbox) = mpsc::channel::<Order>();
@@ -41,7 +45,10 @@ fn start(mut command: Command) -> Result<Child> {
     let what = describe(&command);
     // SAFETY: the closure makes one system call and allocates nothing.
     unsafe {
-        command.pre_exec(|| {
+        command.pre_exec(move || {
+            if !die_with_us {
+                return Ok(());
+            }
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
             Ok(())
         });
@@ -52,10 +59,19 @@ fn start(mut command: Command) -> Result<Child> {
 }
 
 /// Starts `command`; its standard output can be read line by line, its standard input written.
-pub fn spawn(mut command: Command) -> Result<Proc> {
+pub fn spawn(command: Command) -> Result<Proc> {
+    spawn_with(command, true)
+}
+
+/// As [`spawn`], but the death of this process is left for the child to notice, by the end of its standard input.
+pub(crate) fn spawn_orphan(command: Command) -> Result<Proc> {
+    spawn_with(command, false)
+}
+
+fn spawn_with(mut command: Command, die_with_us: bool) -> Result<Proc> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let what = describe(&command);
-    let mut child = start(command)?;
+    let mut child = start_with(command, die_with_us)?;
     let lines = child.stdout.take().map(|out| {
         let (send, lines) = mpsc::channel();
         std::thread::spawn(move || {
@@ -178,6 +194,8 @@ fn describe(command: &Command) -> String {
 pub trait Place {
     /// Makes the child enter the network namespace behind `fd`.
     fn in_netns_fd(&mut self, fd: OwnedFd) -> &mut Self;
+    /// Makes the child enter the mount namespace behind `fd`, before its program is looked up.
+    fn in_mount_ns_fd(&mut self, fd: OwnedFd) -> &mut Self;
     /// Makes the child move itself into the cgroup whose `cgroup.procs` is open for writing as `procs`.
     fn in_cgroup_fd(&mut self, procs: OwnedFd) -> &mut Self;
 }
@@ -186,6 +204,12 @@ impl Place for Command {
     fn in_netns_fd(&mut self, fd: OwnedFd) -> &mut Self {
         // SAFETY: one setns(2) of the still single-threaded child; nothing is allocated.
         unsafe { self.pre_exec(move || Ok(crate::netns::enter(&fd)?)) }
+    }
+
+    fn in_mount_ns_fd(&mut self, fd: OwnedFd) -> &mut Self {
+        let kind = Some(rustix::thread::LinkNameSpaceType::Mount);
+        // SAFETY: as above. A child of fork shares its file system information with nobody, which setns wants.
+        unsafe { self.pre_exec(move || Ok(rustix::thread::move_into_link_name_space(fd.as_fd(), kind)?)) }
     }
 
     fn in_cgroup_fd(&mut self, procs: OwnedFd) -> &mut Self {

@@ -150,7 +150,8 @@ impl Running {
 }
 
 impl Report {
-    fn parse(line: &str) -> Result<Self> {
+    /// Reads one line of `traffic`, as from a container's log.
+    pub fn parse(line: &str) -> Result<Self> {
         Ok(Self(serde_json::from_str(line).with_context(|| format!("traffic said {line:?}"))?))
     }
 

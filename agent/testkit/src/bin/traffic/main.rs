@@ -3,7 +3,6 @@
 //! It uses std and libc alone, so that it starts fast, runs in a container image with nothing else in it, and no runtime
 //! stands between the first system call and the network.
 
-#![expect(clippy::print_stdout, reason = "printing the report is what this program is for")]
 #![expect(clippy::print_stderr, reason = "usage errors of a test tool")]
 #![expect(clippy::exit, reason = "exit codes are part of the interface")]
 
@@ -59,7 +58,7 @@ fn main() {
         std::process::exit(71);
     }
     match run(&options) {
-        Ok(line) => println!("{line}"),
+        Ok(line) => report::say(&line),
         Err(problem) => usage(&problem),
     }
 }

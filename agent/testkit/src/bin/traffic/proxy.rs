@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::options::Options;
-use crate::report::Line;
+use crate::report::{self, Line};
 use crate::sys;
 
 static ACCEPTED: AtomicU64 = AtomicU64::new(0);
@@ -42,7 +42,7 @@ pub fn run(ports: &[u16], o: &Options) -> Result<String, String> {
             thread::spawn(move || accept_loop(&listener, how));
         }
     }
-    println!("{}", Line::new("proxy").raw("ready", true).raw("ports", format!("{ports:?}")).end());
+    report::say(&Line::new("proxy").raw("ready", true).raw("ports", format!("{ports:?}")).end());
     if !o.flag("stdin") {
         loop {
             thread::park();
@@ -50,7 +50,7 @@ pub fn run(ports: &[u16], o: &Options) -> Result<String, String> {
     }
     while let Some(asked) = sys::control_line().map_err(|error| error.to_string())? {
         if asked {
-            println!("{}", counts());
+            report::say(&counts());
         }
     }
     Ok(counts())

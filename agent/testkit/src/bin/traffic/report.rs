@@ -2,8 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io;
+use std::io::{self, Write as _};
 use std::time::{Duration, Instant};
+
+/// Prints a line at once; a reader that has gone away is no problem.
+pub fn say(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
+}
 
 /// A JSON object in the making.
 pub struct Line(String);

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use crate::options::Options;
-use crate::report::Line;
+use crate::report::{self, Line};
 use crate::sys;
 
 /// What is behind a descriptor.
@@ -46,7 +46,7 @@ impl Counts {
 /// Serves until told otherwise; the result is the last line of counts.
 pub fn run(ports: &[u16], o: &Options) -> Result<String, String> {
     let mut server = Server::new(ports, o.flag("stdin")).map_err(|error| format!("server: {error}"))?;
-    println!("{}", Line::new("server").raw("ready", true).raw("ports", format!("{ports:?}")).end());
+    report::say(&Line::new("server").raw("ready", true).raw("ports", format!("{ports:?}")).end());
     server.serve().map_err(|error| format!("server: {error}"))?;
     Ok(server.counts.line())
 }
@@ -134,7 +134,7 @@ impl Server {
     fn answer_control(&self) -> io::Result<Then> {
         match sys::control_line()? {
             None => return Ok(Then::End),
-            Some(true) => println!("{}", self.counts.line()),
+            Some(true) => report::say(&self.counts.line()),
             Some(false) => {}
         }
         Ok(Then::Keep)

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use crate::options::Options;
-use crate::report::{At, Failed, Try, timed_out};
+use crate::report::{self, At, Failed, Try, timed_out};
 use crate::sys::{self, Address};
 
 const HELLO: &[u8] = b"hello\n";
@@ -106,7 +106,7 @@ pub fn nonblocking(target: SocketAddr, o: &Options) -> Result<String, String> {
         let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK;
         let fd = sys::socket(sys::family(target.ip()), kind, 0).at("socket")?;
         let first = sys::connect(&fd, &target.into());
-        immediate = first.as_ref().err().map(crate::report::errno_name);
+        immediate = first.as_ref().err().map(report::errno_name);
         match first {
             Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {
                 wait_connected(&fd, limit).at("connect")?;
@@ -145,9 +145,8 @@ pub fn hold(target: SocketAddr, o: &Options) -> Result<String, String> {
         let mut stream = std::net::TcpStream::from(fd);
         seen.local = stream.local_addr().ok().map(|a| a.to_string());
         seen.answer = Some(read_line(&mut stream).at("answer")?.trim_end().to_owned());
-        println!(
-            "{}",
-            crate::report::Line::new("hold").raw("ready", true).maybe("answer", seen.answer.as_deref()).end()
+        report::say(
+            &report::Line::new("hold").raw("ready", true).maybe("answer", seen.answer.as_deref()).end(),
         );
         keep_alive(&mut stream, &mut seen.bytes, interval, limit).at("held")
     })();
