@@ -65,7 +65,7 @@ fn every_step_of_the_demo_is_observed_and_nothing_stays() {
     let (lines, status) = finish(demo);
     let text = lines.join("\n");
     assert!(status.success(), "{status}\n{text}");
-    assert_eq!(text.matches('✓').count(), 6, "{text}");
+    assert_eq!(text.matches('✓').count(), 7, "{text}");
     assert!(!text.contains('✗') && !text.contains('\x1b'), "{text}");
     assert!(lines.len() <= 80, "{} lines are too many for a newcomer", lines.len());
     // It says so itself, so without waiting.

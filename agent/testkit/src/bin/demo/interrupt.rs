@@ -49,7 +49,10 @@ pub fn watch() -> std::io::Result<()> {
     Ok(())
 }
 
-#[expect(clippy::exit, reason = "asked for twice; the node's supervisor sees our end and cleans up behind us")]
+#[expect(
+    clippy::exit,
+    reason = "asked for twice; the node's supervisor sees our end and cleans up behind us"
+)]
 fn end_now(signal: i32) -> ! {
     std::process::exit(128 + signal)
 }

@@ -36,7 +36,7 @@ pub struct Lab {
     starts: u32,
 }
 
-/// How the outside's server answered one connection, and what arrived there.
+/// What became of one connection.
 pub struct Outcome {
     /// `plain`, `mesh`, or the name of an error.
     pub app_saw: String,
@@ -189,12 +189,17 @@ impl Lab {
         Ok(pods.iter().find(|pod| pod["name"] == name).cloned().unwrap_or(Value::Null))
     }
 
-    /// Starts `nobypass events -f`.
+    /// Starts `nobypass events -f`; when this returns, no event is missed.
     pub fn follow_events(&mut self) -> Result<()> {
+        let said = self.node.base_dir().join("events.err");
         let mut command = self.command()?;
-        command.args(["events", "-f"]);
-        self.events = Some(proc::spawn(command)?);
-        Ok(())
+        command.args(["events", "-f"]).stderr(File::create(&said)?);
+        let events = self.events.insert(proc::spawn(command)?);
+        until("`nobypass events` to listen", LIMIT, || {
+            let said = fs::read_to_string(&said)?;
+            ensure!(events.is_running(), "`nobypass events -f` ended: {said}");
+            Ok(said.contains("waiting").then_some(()))
+        })
     }
 
     /// The next line of `nobypass events -f`.

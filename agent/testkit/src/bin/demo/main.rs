@@ -66,12 +66,17 @@ fn run(pause: bool) -> ExitCode {
         screen.failed(error, &logs);
     }
     let removed = lab.map_or(Ok(()), Lab::remove);
-    let clean = removed.is_ok();
-    if let Err(error) = removed {
-        screen.failed(&error.context("the clean-up is not complete"), "");
-    }
+    let removed = match removed {
+        Ok(()) if told.is_ok() => screen.ok("the node is gone: its processes, its cgroups and its directory"),
+        Ok(()) => Ok(()),
+        Err(error) => {
+            let error = error.context("the clean-up is not complete");
+            screen.failed(&error, "");
+            Err(error)
+        }
+    };
     match told {
-        Ok(()) if clean => screen.end(),
+        Ok(()) if removed.is_ok() => screen.end(),
         Err(error) => match error.downcast::<Interrupted>() {
             Ok(Interrupted(signal)) => screen.interrupted(signal),
             Err(_) => ExitCode::FAILURE,

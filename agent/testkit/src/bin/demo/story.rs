@@ -11,12 +11,19 @@ use crate::screen::Screen;
 
 const TITLE: &str = "nobypass demo: one private containerd node on this machine, no cluster";
 
+/// So many dropped attempts show that it was not chance.
+const SOME: u64 = 10;
+
 /// Tells it all. `lab` holds whatever has been started, also after an error.
 pub fn tell(screen: &mut Screen, lab: &mut Option<Lab>) -> Result<()> {
     screen.title(TITLE)?;
     let server = format!("{EXT4}:{EXT_PORT}");
-    screen.plain(&format!("  server       {server}, outside; says whether a connection came through the mesh's proxy"))?;
-    screen.plain("  shop/early   application and linkerd-proxy; starts before the mesh's CNI plugin is installed")?;
+    screen.plain(&format!(
+        "  server       {server}, outside; says whether a connection came through the mesh's proxy"
+    ))?;
+    screen.plain(
+        "  shop/early   application and linkerd-proxy; starts before the mesh's CNI plugin is installed",
+    )?;
     screen.plain("  shop/late    the same; starts after it")?;
 
     screen.step("A node has just joined: pods start, the mesh's CNI plugin is not there yet")?;
@@ -66,7 +73,7 @@ fn audit(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> {
 }
 
 fn enforce(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> {
-    screen.step("Enforce: the next packet obeys")?;
+    screen.step("Enforce: bypasses are dropped from the next packet on")?;
     screen.command("nobypass mode enforce")?;
     screen.quote(&lab.nobypass(&["mode", "enforce"])?)?;
     blocked(screen, lab, early)?;
@@ -80,7 +87,8 @@ fn without_agent(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> 
     screen.step("The agent is killed while the application keeps trying")?;
     let (syns, before) = (lab.syns()?, dropped(lab)?);
     let hammer = lab.hammer(early)?;
-    until("attempts under way", LIMIT, || Ok((dropped(lab)? > before + 10).then_some(())))?;
+    until("attempts under way", LIMIT, || Ok((dropped(lab)? > before + SOME).then_some(())))?;
+    screen.says("app", &format!("shop/early -> {EXT4}:{EXT_PORT}, again and again"))?;
     let pid = lab.kill_agent()?;
     screen.command(&format!("kill -9 {pid}"))?;
     let killed = dropped(lab)?;
@@ -88,14 +96,14 @@ fn without_agent(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> 
     screen.command("nobypass status")?;
     screen.quote(&lab.nobypass(&["status"])?)?;
     let alone = dropped(lab)?;
-    ensure!(alone > killed + 10, "nothing was dropped without an agent: {killed}, then {alone}");
+    ensure!(alone > killed + SOME, "nothing was dropped without an agent: {killed}, then {alone}");
     screen.command("nobypass agent --mode enforce")?;
     lab.start_agent("enforce")?;
     let adopted = lab.agent_said(" attached ")?;
     screen.quote(&adopted)?;
     ensure!(adopted.contains("adopted=true"), "the new agent did not adopt what the old one left");
     let adopted = dropped(lab)?;
-    until("attempts under the new agent", LIMIT, || Ok((dropped(lab)? > adopted + 10).then_some(())))?;
+    until("attempts under the new agent", LIMIT, || Ok((dropped(lab)? > adopted + SOME).then_some(())))?;
     drop(hammer);
     let (tried, arrived) = (dropped(lab)? - before, lab.syns()? - syns);
     ensure!(arrived == 0, "{arrived} packets reached the server");
@@ -106,7 +114,9 @@ fn without_agent(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> 
 }
 
 fn late(screen: &mut Screen, lab: &mut Lab) -> Result<()> {
-    screen.step("The mesh's plugin is installed; a pod that starts now is redirected, and enforce leaves it alone")?;
+    screen.step(
+        "The mesh's plugin is installed; a pod that starts now is redirected, and enforce leaves it alone",
+    )?;
     lab.install_mesh_plugin()?;
     let late = lab.meshed_pod("late")?;
     let Outcome { app_saw, plain, mesh, .. } = attempt(screen, lab, &late)?;
@@ -150,8 +160,15 @@ fn attempt(screen: &Screen, lab: &mut Lab, pod: &Pod) -> Result<Outcome> {
     let outcome = lab.connect(pod)?;
     let Outcome { app_saw, syns, plain, mesh } = &outcome;
     let name = &pod.spec.name;
-    screen.says("app", &format!("shop/{name} connects to {EXT4}:{EXT_PORT} and gets: {app_saw}"))?;
-    screen.says("server", &format!("{syns} SYN arrived, {plain} plain and {mesh} mesh connections"))?;
+    let came = match app_saw.as_str() {
+        "plain" | "mesh" => format!("answered {app_saw:?}"),
+        error => format!("no connection ({error})"),
+    };
+    screen.says("app", &format!("shop/{name} -> {EXT4}:{EXT_PORT}: {came}"))?;
+    screen.says(
+        "server",
+        &format!("{syns} SYN arrived; {plain} connection past the proxy, {mesh} through it"),
+    )?;
     Ok(outcome)
 }
 
