@@ -57,20 +57,31 @@ impl PinDir {
         self.versioned.is_dir()
     }
 
+    /// Checks that the directory is on a bpffs, or would be.
+    ///
+    /// # Errors
+    /// [`BpfError::NotBpffs`], [`BpfError::Pin`].
+    pub fn check_on_bpffs(&self) -> Result<(), BpfError> {
+        let existing = self.existing();
+        match is_bpffs(existing) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(BpfError::NotBpffs { dir: self.base.clone() }),
+            Err(source) => Err(BpfError::Pin { what: "examine", path: existing.into(), source }),
+        }
+    }
+
+    /// The part of `--bpf-dir` that exists.
+    fn existing(&self) -> &Path {
+        self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+    }
+
     /// Checks that the directory is on a bpffs and makes it.
     ///
     /// # Errors
     /// [`BpfError::NotBpffs`], [`BpfError::DotInName`], [`BpfError::Pin`].
     pub fn prepare(&self) -> Result<(), BpfError> {
-        let existing = self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-        let on_bpffs = is_bpffs(existing).map_err(|source| BpfError::Pin {
-            what: "examine",
-            path: existing.into(),
-            source,
-        })?;
-        if !on_bpffs {
-            return Err(BpfError::NotBpffs { dir: self.base.clone() });
-        }
+        self.check_on_bpffs()?;
+        let existing = self.existing();
         if self.base.strip_prefix(existing).is_ok_and(|new| new.to_string_lossy().contains('.')) {
             return Err(BpfError::DotInName { dir: self.base.clone() });
         }
