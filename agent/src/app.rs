@@ -3,6 +3,7 @@
 //! Tasks end only when the process does; one that ends by itself takes the process down, so that nothing dies
 //! silently. The pins stay: enforcement goes on without an agent.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -33,7 +34,7 @@ use crate::policy::desired::Wishes;
 use crate::policy::exempt::kernel_address;
 use crate::policy::keeper::text;
 use crate::policy::{Keeper, Snapshot};
-use crate::server::{Context, Health, SetMode, bind_socket, serve};
+use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
 use crate::status::hook_status;
 use crate::sys::clock::wall;
 use crate::sys::mount::{has_tracefs, private_tracefs};
@@ -89,9 +90,7 @@ impl AppError {
             Self::Bpf(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
             Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => Exit::Usage,
-            Self::Listen { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
-                Exit::NoPermission
-            }
+            Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
             Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
@@ -156,7 +155,8 @@ impl Agent<'_> {
             set_mode,
             level: self.level.clone(),
         });
-        self.listen(&mut tasks, &context).await?;
+        // Goes when this function ends, however it ends.
+        let _socket = self.listen(&mut tasks, &context).await?;
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
@@ -177,14 +177,21 @@ impl Agent<'_> {
         }
     }
 
-    async fn listen(&self, tasks: &mut JoinSet<Ended>, context: &Arc<Context>) -> Result<(), AppError> {
+    async fn listen(
+        &self,
+        tasks: &mut JoinSet<Ended>,
+        context: &Arc<Context>,
+    ) -> Result<SocketFile, AppError> {
         let socket = &self.config.socket;
-        let unix = bind_socket(socket).map_err(|source| AppError::Listen {
+        let (unix, file) = bind_socket(socket).map_err(|source| AppError::Listen {
             at: socket.display().to_string(),
-            remedy: if source.kind() == std::io::ErrorKind::AddrInUse {
-                "another agent answers on it: stop it, or give this one another --socket"
-            } else {
-                "run as root, or give another --socket"
+            remedy: match source.kind() {
+                ErrorKind::AddrInUse => {
+                    "another agent answers on it: stop it, or give this one another --socket"
+                }
+                ErrorKind::AlreadyExists => "it is not a socket: remove it, or give another --socket",
+                ErrorKind::PermissionDenied => "run as root, or give another --socket",
+                _ => "give another --socket",
             },
             source,
         })?;
@@ -192,15 +199,20 @@ impl Agent<'_> {
             None => None,
             Some(address) => Some(TcpListener::bind(address).await.map_err(|source| AppError::Listen {
                 at: address.to_string(),
+                remedy: match source.kind() {
+                    ErrorKind::AddrInUse => {
+                        "another process has the port: stop it, or give another --metrics-addr (or none)"
+                    }
+                    _ => "give another --metrics-addr (or none)",
+                },
                 source,
-                remedy: "give another --metrics-addr",
             })?),
         };
         let context = Arc::clone(context);
         tasks.spawn(
             async move { ("server", serve(tcp, unix, context).await.map_err(|error| error.to_string())) },
         );
-        Ok(())
+        Ok(file)
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
