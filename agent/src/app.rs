@@ -216,12 +216,13 @@ impl Agent<'_> {
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
-    async fn start(&self, parents: &[PodParent], context: &Context) -> Result<Kernel, AppError> {
+    async fn start(&self, parents: &[PodParent], context: &Context) -> Result<(Kernel, Keeper), AppError> {
         let options = Options {
             dir: self.config.bpf_dir.clone(),
             max_pods: self.config.max_pods,
             config: kernel_config(self.config),
         };
+        let places = parents.to_vec();
         let parents: Vec<Parent> = parents.iter().map(parent).collect();
         let mut kernel = Kernel::start(&options, &parents)?;
         if let Err(error) = aya_log::EbpfLogger::init(kernel.object()) {
@@ -232,6 +233,11 @@ impl Agent<'_> {
             parents = ?parents.iter().map(|parent| &parent.below_root).collect::<Vec<_>>(),
             adopted = kernel.adopted(), mode = ?self.config.mode, "attached"
         );
+        // Entries of pods that died while no agent ran must not leave the canary without room.
+        let (mut keeper, snapshots) =
+            Keeper::new(Maps::open(&dir)?, places, Arc::clone(&self.profiles), wishes(self.config));
+        keeper.rescan()?;
+        let _ = context.snapshots.set(snapshots);
         let mut maps = Maps::open(&dir)?;
         let proven = tokio::task::spawn_blocking(move || {
             parents.iter().try_for_each(|parent| selftest::run(&mut maps, parent))
@@ -246,22 +252,20 @@ impl Agent<'_> {
         }
         show_hooks(&kernel, &context.health);
         let _ = context.maps.set(Maps::open(&dir)?);
-        Ok(kernel)
+        Ok((kernel, keeper))
     }
 
     fn spawn(
         &self,
         tasks: &mut JoinSet<Ended>,
-        kernel: Kernel,
+        (kernel, keeper): (Kernel, Keeper),
         parents: Vec<PodParent>,
         mode_changes: mpsc::Receiver<SetMode>,
         context: &Arc<Context>,
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
-        let (keeper, snapshots) =
-            Keeper::new(Maps::open(&dir)?, parents.clone(), Arc::clone(&self.profiles), wishes(self.config));
-        let _ = context.snapshots.set(snapshots.clone());
+        let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
         let _ = context.registry.set(metrics::registry(&dir, snapshots.clone(), Arc::clone(&health))?);
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);

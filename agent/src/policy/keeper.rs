@@ -134,7 +134,10 @@ impl Keeper {
     /// Scans everything, and drops entries of cgroups that are not there any more.
     ///
     /// The map is listed before the scan: a pod made in between is in the scan but not in the list.
-    fn rescan(&mut self) -> Result<(), BpfError> {
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn rescan(&mut self) -> Result<(), BpfError> {
         let listed: Vec<u64> = self.maps.policies().into_iter().map(|(id, _)| id).collect();
         let counted: Vec<u64> = self.maps.all_counters().into_iter().map(|(id, _)| id).collect();
         let named = self.maps.named();
