@@ -255,7 +255,7 @@ impl Agent<'_> {
         let traced = kernel.effective().iter().all(|(hook, on)| *on || !Hook::TRACEPOINT.contains(hook));
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups.clone(), nudge));
         if !traced {
-            tasks.spawn(follow_inotify(parents.clone(), cgroups));
+            tasks.spawn(follow_inotify(parents.clone(), cgroups.clone()));
         }
         let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
         options.endpoint.clone_from(&self.endpoint);
@@ -270,7 +270,7 @@ impl Agent<'_> {
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, mode_changes, health));
+        tasks.spawn(keep_alive(kernel, mode_changes, health, cgroups));
         Ok(())
     }
 }
@@ -336,12 +336,16 @@ async fn keep_alive(
     mut kernel: Kernel,
     mut mode_changes: mpsc::Receiver<SetMode>,
     health: Arc<Health>,
+    cgroups: CgroupSender,
 ) -> Ended {
     let mut beat = tokio::time::interval(BEAT);
     let mut look = tokio::time::interval(LOOK);
     loop {
         let done = tokio::select! {
-            _ = beat.tick() => kernel.maps.beat(),
+            _ = beat.tick() => {
+                health.set_dropped("cgroups", cgroups.dropped());
+                kernel.maps.beat()
+            }
             _ = look.tick() => look_after(&mut kernel, &health),
             Some(SetMode { mode, done }) = mode_changes.recv() => {
                 let result = kernel.set_config(|config| config.mode = mode.code());
