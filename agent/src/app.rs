@@ -3,6 +3,9 @@
 //! Tasks end only when the process does; one that ends by itself takes the process down, so that nothing dies
 //! silently. The pins stay: enforcement goes on without an agent.
 
+mod keep;
+
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -14,7 +17,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 
+use self::keep::{follow_parents, keep_alive, show_hooks};
 use crate::bpf::events::{Ring, cgroup_notice, event};
+use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Kernel, Maps, Options, Parent, selftest};
 use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
@@ -30,19 +35,13 @@ use crate::metrics;
 use crate::pods::source::cri::{CriOptions, CriSource, CriState, endpoint};
 use crate::pods::source::{Nudge, PodUpdate};
 use crate::policy::desired::Wishes;
-use crate::policy::exempt::kernel_address;
 use crate::policy::keeper::text;
 use crate::policy::{Keeper, Snapshot};
-use crate::server::{Context, Health, SetMode, bind_socket, serve};
-use crate::status::hook_status;
+use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
 use crate::sys::clock::wall;
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
 
-/// How often the agent shows the programs that it lives.
-const BEAT: Duration = Duration::from_secs(5);
-/// How often the hooks' effect and the node's addresses are looked at.
-const LOOK: Duration = Duration::from_secs(30);
 /// How often missing pod cgroups are looked for.
 const WAIT: Duration = Duration::from_secs(1);
 /// Cgroup events on their way to the keeper.
@@ -89,9 +88,7 @@ impl AppError {
             Self::Bpf(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
             Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => Exit::Usage,
-            Self::Listen { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
-                Exit::NoPermission
-            }
+            Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
             Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
@@ -111,6 +108,8 @@ pub fn run(config: &Config) -> Result<(), AppError> {
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
+    // Before the kubelet is waited for: what is missing is to be known now.
+    PinDir::new(&config.bpf_dir).check()?;
     // Before there are threads: a mount namespace of one's own cannot be taken with them.
     if !has_tracefs()
         && let Err(error) = private_tracefs()
@@ -156,7 +155,8 @@ impl Agent<'_> {
             set_mode,
             level: self.level.clone(),
         });
-        self.listen(&mut tasks, &context).await?;
+        // Goes when this function ends, however it ends.
+        let _socket = self.listen(&mut tasks, &context).await?;
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
@@ -177,14 +177,21 @@ impl Agent<'_> {
         }
     }
 
-    async fn listen(&self, tasks: &mut JoinSet<Ended>, context: &Arc<Context>) -> Result<(), AppError> {
+    async fn listen(
+        &self,
+        tasks: &mut JoinSet<Ended>,
+        context: &Arc<Context>,
+    ) -> Result<SocketFile, AppError> {
         let socket = &self.config.socket;
-        let unix = bind_socket(socket).map_err(|source| AppError::Listen {
+        let (unix, file) = bind_socket(socket).map_err(|source| AppError::Listen {
             at: socket.display().to_string(),
-            remedy: if source.kind() == std::io::ErrorKind::AddrInUse {
-                "another agent answers on it: stop it, or give this one another --socket"
-            } else {
-                "run as root, or give another --socket"
+            remedy: match source.kind() {
+                ErrorKind::AddrInUse => {
+                    "another agent answers on it: stop it, or give this one another --socket"
+                }
+                ErrorKind::AlreadyExists => "it is not a socket: remove it, or give another --socket",
+                ErrorKind::PermissionDenied => "run as root, or give another --socket",
+                _ => "give another --socket",
             },
             source,
         })?;
@@ -192,15 +199,20 @@ impl Agent<'_> {
             None => None,
             Some(address) => Some(TcpListener::bind(address).await.map_err(|source| AppError::Listen {
                 at: address.to_string(),
+                remedy: match source.kind() {
+                    ErrorKind::AddrInUse => {
+                        "another process has the port: stop it, or give another --metrics-addr (or none)"
+                    }
+                    _ => "give another --metrics-addr (or none)",
+                },
                 source,
-                remedy: "give another --metrics-addr",
             })?),
         };
         let context = Arc::clone(context);
         tasks.spawn(
             async move { ("server", serve(tcp, unix, context).await.map_err(|error| error.to_string())) },
         );
-        Ok(())
+        Ok(file)
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
@@ -225,7 +237,11 @@ impl Agent<'_> {
             parents.iter().try_for_each(|parent| selftest::run(&mut maps, parent))
         });
         match proven.await {
-            Ok(proven) => proven?,
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                kernel.withdraw();
+                return Err(error.into());
+            }
             Err(error) => return Err(AppError::Task { task: "selftest", why: format!(": {error}") }),
         }
         show_hooks(&kernel, &context.health);
@@ -270,7 +286,8 @@ impl Agent<'_> {
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, mode_changes, health, cgroups));
+        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health, cgroups));
+        tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
 }
@@ -316,76 +333,6 @@ fn stop_signal() -> Result<impl Future<Output = ()>, AppError> {
             _ = int.recv() => {}
         }
     })
-}
-
-fn show_hooks(kernel: &Kernel, health: &Health) {
-    let effective = kernel.effective();
-    let reason = |hook: Hook| {
-        let degraded = kernel.degraded().iter().find(|degraded| degraded.hook == hook);
-        degraded.map_or(String::new(), |degraded| degraded.reason.clone())
-    };
-    health.set_hooks(effective.iter().map(|(hook, on)| hook_status(*hook, *on, &reason(*hook))).collect());
-    match effective.iter().find(|(hook, _)| *hook == Hook::Egress) {
-        Some((_, true)) => health.done("hooks"),
-        _ => health.wait_for("hooks", "the egress program is not in effect"),
-    }
-}
-
-/// Heartbeat, the hooks' effect, the node's addresses, and changes of the settings: the one writer of `CONFIG`.
-async fn keep_alive(
-    mut kernel: Kernel,
-    mut mode_changes: mpsc::Receiver<SetMode>,
-    health: Arc<Health>,
-    cgroups: CgroupSender,
-) -> Ended {
-    let mut beat = tokio::time::interval(BEAT);
-    let mut look = tokio::time::interval(LOOK);
-    loop {
-        let done = tokio::select! {
-            _ = beat.tick() => {
-                health.set_dropped("cgroups", cgroups.dropped());
-                kernel.maps.beat()
-            }
-            _ = look.tick() => look_after(&mut kernel, &health),
-            Some(SetMode { mode, done }) = mode_changes.recv() => {
-                let result = kernel.set_config(|config| config.mode = mode.code());
-                tracing::info!(mode = mode.label(), "mode changed");
-                let _ = done.send(result.map_err(|error| error.to_string()));
-                Ok(())
-            }
-        };
-        if let Err(error) = done {
-            return ("kernel", Err(error.to_string()));
-        }
-    }
-}
-
-/// Attaches again what somebody detached, and refreshes the node's addresses.
-fn look_after(kernel: &mut Kernel, health: &Health) -> Result<(), BpfError> {
-    let degraded: Vec<Hook> = kernel.degraded().iter().map(|degraded| degraded.hook).collect();
-    let lost = |kernel: &Kernel| {
-        kernel
-            .effective()
-            .into_iter()
-            .any(|(hook, on)| !on && Hook::CGROUP.contains(&hook) && !degraded.contains(&hook))
-    };
-    if lost(kernel) {
-        tracing::error!("a program of ours is not in effect any more: attaching it again");
-        let parents = kernel.parents().to_vec();
-        kernel.set_parents(&parents)?;
-    }
-    show_hooks(kernel, health);
-    let addresses = nix::ifaddrs::getifaddrs().into_iter().flatten().filter_map(|interface| {
-        let address = interface.address?;
-        let ip = match (address.as_sockaddr_in(), address.as_sockaddr_in6()) {
-            (Some(v4), _) => v4.ip().into(),
-            (None, Some(v6)) => v6.ip().into(),
-            (None, None) => return None,
-        };
-        Some(kernel_address(ip).1)
-    });
-    let addresses: Vec<_> = addresses.collect();
-    kernel.maps.set_node_addresses(&addresses)
 }
 
 /// Cgroups that the tracepoints report: to the keeper, and as hints to the pod source.

@@ -70,7 +70,8 @@ pub struct Kernel {
     adopted: bool,
     /// Tracepoint links that this kernel cannot pin (before 5.15): they live as long as the agent.
     unpinned: Vec<TracePointLink>,
-    _lock: File,
+    /// Held for as long as this lives.
+    _lock: Option<File>,
 }
 
 impl Kernel {
@@ -83,24 +84,41 @@ impl Kernel {
         dir.prepare()?;
         let lock = dir.lock()?;
         let adopted = dir.map("CONFIG").exists();
-        for parent in parents {
-            check_not_stacked(&dir, parent)?;
+        match Self::start_in(&dir, adopted, options, parents) {
+            Ok(kernel) => Ok(Self { _lock: Some(lock), ..kernel }),
+            Err(error) => {
+                if !adopted {
+                    discard(&dir);
+                }
+                Err(error)
+            }
         }
-        let mut ebpf = load_object(&dir, options.max_pods)?;
-        check_layouts(&dir)?;
+    }
+
+    fn start_in(
+        dir: &PinDir,
+        adopted: bool,
+        options: &Options,
+        parents: &[Parent],
+    ) -> Result<Self, BpfError> {
+        for parent in parents {
+            check_not_stacked(dir, parent)?;
+        }
+        let mut ebpf = load_object(dir, options.max_pods)?;
+        check_layouts(dir)?;
         let mut degraded = Vec::new();
         load_programs(&mut ebpf, &mut degraded)?;
-        let maps = Maps::open(&dir)?;
+        let maps = Maps::open(dir)?;
         let mut kernel = Self {
             maps,
             ebpf,
-            dir,
+            dir: dir.clone(),
             config: options.config,
             parents: Vec::new(),
             degraded,
             adopted,
             unpinned: Vec::new(),
-            _lock: lock,
+            _lock: None,
         };
         kernel.maps.beat()?;
         kernel.set_parents(parents)?;
@@ -110,6 +128,13 @@ impl Kernel {
             tracing::info!(pins = old, "removed the pins of another version");
         }
         Ok(kernel)
+    }
+
+    /// Detaches what [`Kernel::start`] attached, because it turned out not to work. What was adopted stays as it was.
+    pub fn withdraw(self) {
+        if !self.adopted {
+            discard(&self.dir);
+        }
     }
 
     /// Whether the maps of an earlier agent were taken over.
@@ -247,7 +272,11 @@ impl Kernel {
         pin_link(link, &pin)
     }
 
-    fn attach_tracepoints(&mut self) -> Result<(), BpfError> {
+    /// Attaches to the tracepoints, which are optional.
+    ///
+    /// # Errors
+    /// [`BpfError::Pin`].
+    pub fn attach_tracepoints(&mut self) -> Result<(), BpfError> {
         for hook in Hook::TRACEPOINT {
             if self.is_degraded(hook) {
                 continue;
@@ -303,6 +332,13 @@ impl Kernel {
                 tracing::warn!(pin = %pin.display(), %error, "cannot remove the link of a former parent");
             }
         }
+    }
+}
+
+/// Removes pins that never worked, so that nothing half attached stays.
+fn discard(dir: &PinDir) {
+    if let Err(error) = dir.remove_own() {
+        tracing::warn!(%error, "cannot remove the pins of a start that failed");
     }
 }
 

@@ -57,23 +57,43 @@ impl PinDir {
         self.versioned.is_dir()
     }
 
-    /// Checks that the directory is on a bpffs and makes it.
+    /// Checks that the directory is on a bpffs, or would be.
+    ///
+    /// # Errors
+    /// [`BpfError::NotBpffs`], [`BpfError::Pin`].
+    pub fn check_on_bpffs(&self) -> Result<(), BpfError> {
+        let existing = self.existing();
+        match is_bpffs(existing) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(BpfError::NotBpffs { dir: self.base.clone() }),
+            Err(source) => Err(BpfError::Pin { what: "examine", path: existing.into(), source }),
+        }
+    }
+
+    /// The part of `--bpf-dir` that exists.
+    fn existing(&self) -> &Path {
+        self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+    }
+
+    /// Checks that the directory can hold pins, whether it exists or not.
     ///
     /// # Errors
     /// [`BpfError::NotBpffs`], [`BpfError::DotInName`], [`BpfError::Pin`].
-    pub fn prepare(&self) -> Result<(), BpfError> {
-        let existing = self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-        let on_bpffs = is_bpffs(existing).map_err(|source| BpfError::Pin {
-            what: "examine",
-            path: existing.into(),
-            source,
-        })?;
-        if !on_bpffs {
-            return Err(BpfError::NotBpffs { dir: self.base.clone() });
-        }
+    pub fn check(&self) -> Result<(), BpfError> {
+        self.check_on_bpffs()?;
+        let existing = self.existing();
         if self.base.strip_prefix(existing).is_ok_and(|new| new.to_string_lossy().contains('.')) {
             return Err(BpfError::DotInName { dir: self.base.clone() });
         }
+        Ok(())
+    }
+
+    /// As [`PinDir::check`], and makes the directory.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn prepare(&self) -> Result<(), BpfError> {
+        self.check()?;
         fs::create_dir_all(&self.versioned).map_err(|source| BpfError::Pin {
             what: "make",
             path: self.versioned.clone(),
@@ -135,6 +155,17 @@ impl PinDir {
     /// [`BpfError::Pin`].
     pub fn remove_others(&self) -> Result<usize, BpfError> {
         self.remove(|dir| dir != self.versioned)
+    }
+
+    /// Removes the pins of this ABI version, and `--bpf-dir` if nothing else is in it.
+    ///
+    /// # Errors
+    /// [`BpfError::Pin`].
+    pub fn remove_own(&self) -> Result<usize, BpfError> {
+        let removed = self.remove(|dir| dir == self.versioned)?;
+        // Not empty where another version has pins.
+        let _ = fs::remove_dir(&self.base);
+        Ok(removed)
     }
 
     /// Removes everything below `--bpf-dir`, links first, and the directory itself. Tells how many pins went.

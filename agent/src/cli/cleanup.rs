@@ -19,7 +19,8 @@ pub fn run(args: &Args) -> Exit {
     if !dir.base().exists() {
         return print(&format!("nothing to do: {} does not exist\n", dir.base().display()));
     }
-    let lock = dir.lock();
+    // Elsewhere a directory that looks like ours is somebody else's.
+    let lock = dir.check_on_bpffs().and_then(|()| dir.lock());
     match lock.and_then(|_lock| dir.remove_all()) {
         Ok(pins) => print(&format!("removed {pins} pins: no program of nobypass is attached any more\n")),
         Err(error) => fail(error.exit(), &error.to_string()),

@@ -44,6 +44,11 @@ pub fn usage(error: &clap::Error) -> Exit {
     if error.use_stderr() { Exit::Usage } else { Exit::Ok }
 }
 
+/// Adds a line to an error that was printed.
+pub fn note(message: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{message}");
+}
+
 /// Writes `text` to standard output; a closed pipe (`nobypass status | head`) is not an error.
 pub fn print(text: &str) -> Exit {
     let mut out = std::io::stdout().lock();

@@ -9,8 +9,9 @@ mod mode;
 mod preflight;
 mod status;
 mod table;
+mod variables;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
 
 use crate::config::Config;
@@ -67,9 +68,17 @@ enum Command {
 
 /// Parses the process's arguments and runs the sub-command.
 pub fn main() -> Exit {
-    let cli = match Cli::try_parse() {
+    let command = variables::without_empty(Cli::command());
+    let parsed = command.clone().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => return exit::usage(&error),
+        Err(error) => {
+            let exit = exit::usage(&error);
+            if let Some(name) = variables::at_fault(command, &error) {
+                exit::note(&format!("the value comes from the environment variable {name}"));
+            }
+            return exit;
+        }
     };
     match cli.command {
         Command::Agent(config) => agent::run(&config),

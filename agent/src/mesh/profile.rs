@@ -337,6 +337,13 @@ struct File {
     profiles: Vec<Profile>,
 }
 
+/// What the parser says first, `line 2 column 11: …`; the picture of the place that follows is for a terminal, not for
+/// a log.
+fn one_line(error: &str) -> String {
+    let first = error.lines().next().unwrap_or_default();
+    first.strip_prefix("error: ").unwrap_or(first).to_owned()
+}
+
 /// All profiles in use, the ones to try first in front.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Profiles(Vec<Profile>);
@@ -361,7 +368,8 @@ impl Profiles {
 
     fn parse(path: &Path, text: &str) -> Result<Self, ProfileError> {
         let parse = |reason: String| ProfileError::Parse { path: path.into(), reason };
-        let File { mut profiles } = serde_saphyr::from_str(text).map_err(|error| parse(error.to_string()))?;
+        let File { mut profiles } =
+            serde_saphyr::from_str(text).map_err(|error| parse(one_line(&error.to_string())))?;
         let mut names = BTreeSet::new();
         for profile in &profiles {
             let invalid =
