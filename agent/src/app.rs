@@ -275,7 +275,7 @@ impl Agent<'_> {
         let traced = kernel.effective().iter().all(|(hook, on)| *on || !Hook::TRACEPOINT.contains(hook));
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups.clone(), nudge));
         if !traced {
-            tasks.spawn(follow_inotify(parents.clone(), cgroups));
+            tasks.spawn(follow_inotify(parents.clone(), cgroups.clone()));
         }
         let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
         options.endpoint.clone_from(&self.endpoint);
@@ -290,7 +290,7 @@ impl Agent<'_> {
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
+        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health, cgroups));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }

@@ -75,6 +75,15 @@ impl Health {
         }
     }
 
+    /// A channel was full `times` times more.
+    pub fn add_dropped(&self, channel: &str, times: u64) {
+        for (name, dropped) in CHANNELS.iter().zip(&self.dropped) {
+            if *name == channel {
+                dropped.fetch_add(times, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Full moments by channel.
     pub fn dropped(&self) -> [(&'static str, u64); CHANNELS.len()] {
         let mut counts = CHANNELS.map(|channel| (channel, 0));
@@ -173,13 +182,17 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
 /// Bypasses as they come, one JSON object a line; a reader that is too slow is told how many it missed.
 async fn events(State(context): State<Arc<Context>>) -> Response {
     let reports = context.reports.subscribe();
-    let lines = futures_util::stream::unfold(reports, |mut reports| async move {
+    let health = Arc::clone(&context.health);
+    let lines = futures_util::stream::unfold((reports, health), |(mut reports, health)| async move {
         let line = match reports.recv().await {
             Ok(report) => serde_json::to_string(&*report).ok()?,
-            Err(broadcast::error::RecvError::Lagged(missed)) => format!("{{\"missed\":{missed}}}"),
+            Err(broadcast::error::RecvError::Lagged(missed)) => {
+                health.add_dropped("events", missed);
+                format!("{{\"missed\":{missed}}}")
+            }
             Err(broadcast::error::RecvError::Closed) => return None,
         };
-        Some((Ok::<_, std::convert::Infallible>(line + "\n"), reports))
+        Some((Ok::<_, std::convert::Infallible>(line + "\n"), (reports, health)))
     });
     ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
 }
@@ -278,6 +291,39 @@ mod tests {
         assert_eq!(health.pending(), ["hooks: not attached", "pods: not listed yet"]);
         health.done("pods");
         assert_eq!(health.pending(), ["hooks: not attached"]);
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_is_told_what_it_missed_and_so_is_everybody() {
+        let (reports, _) = broadcast::channel(2);
+        let health = Arc::new(Health::default());
+        let (set_mode, _mode_changes) = mpsc::channel(1);
+        let level = crate::telemetry::init("off", crate::telemetry::LogFormat::Text).unwrap();
+        let context = Context {
+            health: Arc::clone(&health),
+            registry: OnceLock::new(),
+            maps: OnceLock::new(),
+            snapshots: OnceLock::new(),
+            reports: reports.clone(),
+            set_mode,
+            level,
+        };
+        let mut body = events(State(Arc::new(context))).await.into_body().into_data_stream();
+        let report: Arc<Report> = Arc::new(serde_json::from_value(a_report()).unwrap());
+        for _ in 0..5 {
+            reports.send(Arc::clone(&report)).unwrap();
+        }
+        let first = futures_util::StreamExt::next(&mut body).await.unwrap().unwrap();
+        assert_eq!(first, "{\"missed\":3}\n");
+        assert_eq!(health.dropped(), [("events", 3), ("cgroups", 0)]);
+    }
+
+    fn a_report() -> serde_json::Value {
+        serde_json::json!({
+            "time_ms": 1, "namespace": "shop", "pod": "cart", "container": "app", "mesh": "linkerd",
+            "direction": "outbound", "src": "10.0.0.5:4", "dst": "192.0.2.1:443", "protocol": 6, "uid": 0,
+            "reason": "not_redirected", "action": "passed", "mode": "audit", "cgroup": 1, "cookie": 2,
+        })
     }
 
     #[tokio::test]
