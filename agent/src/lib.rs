@@ -4,4 +4,5 @@
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
 pub mod cli;
+pub mod cni;
 pub mod sys;

@@ -1,0 +1,8 @@
+//! The CNI half: keeps the mesh's entry in every network configuration that the container runtime could load.
+//!
+//! Knows neither BPF nor Kubernetes. [`plan`] decides from bytes, without I/O; everything else carries it out.
+
+pub mod edit;
+pub mod entry;
+pub mod plan;
+pub mod refusal;
