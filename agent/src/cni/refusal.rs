@@ -146,8 +146,8 @@ impl From<&io::Error> for Refusal {
             io::ErrorKind::ReadOnlyFilesystem => Self::ReadOnly,
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::NoSpace,
             io::ErrorKind::IsADirectory => Self::NotRegular,
-            io::ErrorKind::FilesystemLoop => Self::Symlink,
             _ => match error.raw_os_error() {
+                Some(libc::ELOOP) => Self::Symlink,
                 Some(libc::EMFILE | libc::ENFILE) => Self::NoFiles,
                 // Opening a socket or a device without a driver.
                 Some(libc::ENXIO | libc::ENODEV) => Self::NotRegular,
