@@ -116,6 +116,21 @@ pub fn elements(text: &str) -> Vec<Range<usize>> {
     found
 }
 
+/// The tokens of a valid JSON text: brackets, commas, colons, strings with their quotes, numbers, words.
+pub fn tokens(text: &str) -> impl Iterator<Item = &str> {
+    let mut scan = Scan { text, at: 0 };
+    std::iter::from_fn(move || {
+        scan.space();
+        let start = scan.at;
+        match scan.peek()? {
+            b'"' => scan.string(),
+            b'{' | b'}' | b'[' | b']' | b',' | b':' => scan.at += 1,
+            _ => _ = scan.word(),
+        }
+        text.get(start..scan.at)
+    })
+}
+
 /// A field of a Go struct decoded from this object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Field {

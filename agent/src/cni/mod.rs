@@ -2,7 +2,9 @@
 //!
 //! Knows neither BPF nor Kubernetes. [`plan`] decides from bytes, without I/O; everything else carries it out.
 
+pub mod document;
 pub mod edit;
 pub mod entry;
+pub mod layout;
 pub mod plan;
 pub mod refusal;

@@ -8,7 +8,10 @@ use std::path::PathBuf;
 
 use bytes::Bytes;
 
-use super::entry::WantedEntry;
+use super::document::{Body, Document, Plugin};
+use super::edit;
+use super::entry::{Place, WantedEntry};
+use super::layout::{Layout, line_end};
 use super::refusal::Refusal;
 
 /// Larger files are refused: 1 MiB.
@@ -141,12 +144,176 @@ pub enum Remove<'a> {
 
 /// Decides what to do with a file of this kind that holds `bytes`, so that it carries exactly the wanted entry.
 pub fn plan(kind: FileKind, bytes: &[u8], wanted: &WantedEntry, options: Options) -> Plan {
-    let _ = (kind, bytes, wanted, options);
-    Plan::Refuse(Refusal::SelfCheck)
+    let document = match Document::read(kind, bytes) {
+        Ok(document) => document,
+        Err(refusal) => return Plan::Refuse(refusal),
+    };
+    let own = |plugin: &Plugin<'_>| plugin.plugin == wanted.plugin();
+    let mut others = document.plugins().iter().filter(|plugin| !own(plugin)).peekable();
+    if others.peek().is_none() {
+        return Plan::Leave(Leave::OnlyMesh);
+    }
+    if others.clone().all(Plugin::is_loopback) {
+        return Plan::Leave(Leave::Loopback);
+    }
+    let meta = others.any(Plugin::is_meta);
+    match &document.body {
+        Body::List(plugins) if meta && options.clean_meta => remove(&document, plugins, own, Leave::MetaPlugin),
+        _ if meta => Plan::Leave(Leave::MetaPlugin),
+        Body::List(plugins) => chain(&document, plugins, wanted),
+        Body::Single(_) if !options.convert => Plan::Leave(Leave::SinglePlugin),
+        Body::Single(plugin) => convert(&document, plugin, wanted),
+    }
 }
 
 /// Decides how to take the agent's entries out of a file of this kind again; every other byte stays.
-pub fn unplan(kind: FileKind, bytes: &[u8], remove: Remove<'_>) -> Plan {
-    let _ = (kind, bytes, remove);
-    Plan::Refuse(Refusal::SelfCheck)
+///
+/// A file made of nothing but entries is left ([`Leave::OnlyMesh`]): without them it would not be valid.
+pub fn unplan(kind: FileKind, bytes: &[u8], which: Remove<'_>) -> Plan {
+    let document = match Document::read(kind, bytes) {
+        Ok(document) => document,
+        Err(refusal) => return Plan::Refuse(refusal),
+    };
+    let own = |plugin: &Plugin<'_>| match which {
+        Remove::Exactly(wanted) => edit::same(plugin.text, wanted.text()),
+        Remove::Type(name) => plugin.plugin == name,
+    };
+    if document.plugins().iter().all(own) {
+        return Plan::Leave(Leave::OnlyMesh);
+    }
+    match &document.body {
+        Body::List(plugins) => remove(&document, plugins, own, Leave::Satisfied),
+        Body::Single(_) => Plan::Leave(Leave::Satisfied),
+    }
+}
+
+/// The list without its own entries.
+fn remove(
+    document: &Document<'_>,
+    plugins: &[Plugin<'_>],
+    own: impl Fn(&Plugin<'_>) -> bool,
+    done: Leave,
+) -> Plan {
+    if !plugins.iter().any(&own) {
+        return Plan::Leave(done);
+    }
+    let kept: Vec<_> = (0..).zip(plugins).filter(|(_, plugin)| !own(plugin)).map(|(at, _)| (at, None)).collect();
+    finish(rebuild(document.text, plugins, &kept), |written| !written.iter().any(&own))
+}
+
+/// The list with exactly one equal entry in its place.
+fn chain(document: &Document<'_>, plugins: &[Plugin<'_>], wanted: &WantedEntry) -> Plan {
+    let own = |at: usize| plugins.get(at).is_some_and(|plugin| plugin.plugin == wanted.plugin());
+    let equal = |at: usize| plugins.get(at).is_some_and(|plugin| edit::same(plugin.text, wanted.text()));
+    let last = plugins.len() - 1;
+    // The entry that stays where it is, if any.
+    let stays = match wanted.place() {
+        Place::Last => own(last).then_some(last),
+        Place::Anywhere => {
+            let mut own = (0..=last).rev().filter(|at| own(*at));
+            own.clone().find(|at| equal(*at)).or_else(|| own.next())
+        }
+    };
+    if stays.is_some_and(equal) && (0..=last).filter(|at| own(*at)).count() == 1 {
+        return Plan::Leave(Leave::Satisfied);
+    }
+    let neighbour = (0..=last).rev().find(|at| !own(*at)).and_then(|at| plugins.get(at));
+    let text = neighbour.map_or_else(String::new, |neighbour| {
+        Layout::of(document.text, neighbour.span.start, neighbour.text).write(wanted.text())
+    });
+    let mut kept: Vec<(usize, Option<&str>)> = (0..=last).filter(|at| !own(*at)).map(|at| (at, None)).collect();
+    match stays {
+        Some(at) => kept.push((at, (!equal(at)).then_some(text.as_str()))),
+        None => kept.push((APPENDED, Some(&text))),
+    }
+    kept.sort_by_key(|(at, _)| *at);
+    finish(rebuild(document.text, plugins, &kept), |written| satisfied(written, wanted))
+}
+
+/// Whether exactly one equal entry stands in its place.
+fn satisfied(plugins: &[Plugin<'_>], wanted: &WantedEntry) -> bool {
+    let mut own = (0..).zip(plugins).filter(|(_, plugin)| plugin.plugin == wanted.plugin());
+    let (Some((at, entry)), None) = (own.next(), own.next()) else { return false };
+    let placed = wanted.place() == Place::Anywhere || at + 1 == plugins.len();
+    placed && edit::same(entry.text, wanted.text())
+}
+
+/// Stands for a new element after all others in [`rebuild`].
+const APPENDED: usize = usize::MAX;
+
+/// The file's text with these elements of `plugins` in this order, each as it was or with another text. What stands
+/// before the first and after the last element stays, and each element keeps what stands before it.
+fn rebuild(text: &str, plugins: &[Plugin<'_>], kept: &[(usize, Option<&str>)]) -> Option<String> {
+    let (first, last) = (plugins.first()?, plugins.last()?);
+    let between = |at: usize| text.get(plugins.get(at.checked_sub(1)?)?.span.end..plugins.get(at)?.span.start);
+    let mut out = String::with_capacity(text.len() + 1024);
+    out.push_str(text.get(..first.span.start)?);
+    for (nth, (at, new)) in kept.iter().enumerate() {
+        let old = plugins.get(*at);
+        if nth > 0 {
+            match between(*at) {
+                Some(separator) => out.push_str(separator),
+                None => {
+                    // New: separated as the last two are, or as the only one is from its bracket.
+                    let lead = between(plugins.len() - 1).map_or_else(
+                        || {
+                            let before = text.get(..first.span.start).unwrap_or_default();
+                            let lead = before.get(before.trim_end().len()..).unwrap_or_default();
+                            format!(",{lead}")
+                        },
+                        str::to_owned,
+                    );
+                    out.push_str(&lead);
+                }
+            }
+        }
+        out.push_str(new.or(old.map(|old| old.text))?);
+    }
+    out.push_str(text.get(last.span.end..)?);
+    Some(out)
+}
+
+/// The single plugin's list: its name and version move up, its other members stay as they are.
+fn convert(document: &Document<'_>, plugin: &Plugin<'_>, wanted: &WantedEntry) -> Plan {
+    if document.name.is_empty() {
+        return Plan::Refuse(Refusal::Field { key: "name", problem: "missing" });
+    }
+    let end = line_end(document.text);
+    let members = edit::members(plugin.text);
+    let moved = |name: &'static str| {
+        members.iter().rev().find(move |member| edit::folds_to(&member.key, name) && member.value != "null")
+    };
+    let mut out = format!("{{{end}");
+    for (key, name) in [("cniVersion", "cniversion"), ("name", "name")] {
+        if let Some(member) = moved(name) {
+            out.push_str(&format!("  \"{key}\": {},{end}", member.value));
+        }
+    }
+    let inner: Vec<&str> = members
+        .iter()
+        .filter(|member| !["cniversion", "name"].iter().any(|name| edit::folds_to(&member.key, name)))
+        .filter_map(|member| plugin.text.get(member.span.clone()))
+        .collect();
+    let inner = format!("{{{}}}", inner.join(","));
+    let layout = Layout::pretty("    ", end);
+    let (inner, entry) = (layout.write(&inner), layout.write(wanted.text()));
+    out.push_str(&format!("  \"plugins\": [{end}    {inner},{end}    {entry}{end}  ]{end}}}{end}"));
+    // Keys that differ in case alone may mean another plugin inside of a list.
+    let meant = |written: &[Plugin<'_>]| {
+        satisfied(written, wanted) && written.first().is_some_and(|first| first.plugin == plugin.plugin)
+    };
+    match finish(Some(out), meant) {
+        Plan::Write(list) => Plan::Convert(list),
+        other => other,
+    }
+}
+
+/// Lets only a text out that reads back as what was meant.
+fn finish(text: Option<String>, meant: impl Fn(&[Plugin<'_>]) -> bool) -> Plan {
+    let Some(text) = text else { return Plan::Refuse(Refusal::SelfCheck) };
+    match Document::read(FileKind::Conflist, text.as_bytes()) {
+        Ok(written) if meant(written.plugins()) => Plan::Write(Bytes::from(text)),
+        Err(refusal @ (Refusal::TooLarge { .. } | Refusal::TooDeep)) => Plan::Refuse(refusal),
+        _ => Plan::Refuse(Refusal::SelfCheck),
+    }
 }
