@@ -131,6 +131,40 @@ pub fn tokens(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// The deepest nesting of a valid JSON text; 0 for a number.
+pub fn depth(text: &str) -> usize {
+    let (mut now, mut deepest) = (0_usize, 0);
+    for token in tokens(text) {
+        match token {
+            "{" | "[" => now += 1,
+            "}" | "]" => now = now.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(now);
+    }
+    deepest
+}
+
+/// An object's text without the members of exactly this key; the others keep what stands before them.
+pub fn without(object: &str, key: &str) -> String {
+    let members = members(object);
+    let (Some(first), Some(last)) = (members.first(), members.last()) else { return object.to_owned() };
+    let text = |span: Range<usize>| object.get(span).unwrap_or_default();
+    let mut out = String::with_capacity(object.len());
+    out.push_str(text(0..first.span.start));
+    let (mut end, mut any) = (first.span.start, false);
+    for member in &members {
+        if member.key != key {
+            out.push_str(if any { text(end..member.span.start) } else { "" });
+            out.push_str(text(member.span.clone()));
+            any = true;
+        }
+        end = member.span.end;
+    }
+    out.push_str(text(last.span.end..object.len()));
+    out
+}
+
 /// A field of a Go struct decoded from this object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Field {

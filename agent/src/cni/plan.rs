@@ -157,13 +157,18 @@ pub fn plan(kind: FileKind, bytes: &[u8], wanted: &WantedEntry, options: Options
         return Plan::Leave(Leave::Loopback);
     }
     let meta = others.any(Plugin::is_meta);
-    match &document.body {
+    let plan = match &document.body {
         Body::List(plugins) if meta && options.clean_meta => remove(&document, plugins, own, Leave::MetaPlugin),
         _ if meta => Plan::Leave(Leave::MetaPlugin),
         Body::List(plugins) => chain(&document, plugins, wanted),
         Body::Single(_) if !options.convert => Plan::Leave(Leave::SinglePlugin),
         Body::Single(plugin) => convert(&document, plugin, wanted),
+    };
+    if matches!(plan, Plan::Write(_) | Plan::Convert(_)) && !meta && !document.supported_by(wanted) {
+        let version = document.version.unwrap_or_else(|| "(none)".to_owned());
+        return Plan::Refuse(Refusal::Version { version, plugin: wanted.plugin().to_owned() });
     }
+    plan
 }
 
 /// Decides how to take the agent's entries out of a file of this kind again; every other byte stays.
