@@ -23,6 +23,8 @@ pub fn check(text: &str) -> Result<(), Refusal> {
     // `IgnoredAny` walks without recursion and, as Go, takes a lone surrogate escape.
     serde_json::from_str::<serde::de::IgnoredAny>(text).map_err(|error| match error.classify() {
         serde_json::error::Category::Eof => Refusal::Incomplete,
+        // serde_json calls a number cut in its middle wrong, not unfinished.
+        _ if text.ends_with(['.', 'e', 'E', '+', '-']) && at_end(text, &error) => Refusal::Incomplete,
         _ => Refusal::Syntax { line: error.line(), column: error.column(), what: words(&error) },
     })?;
     let (mut depth, mut scan) = (0_usize, Scan { text, at: 0 });
@@ -51,6 +53,13 @@ pub fn check(text: &str) -> Result<(), Refusal> {
         }
     }
     Ok(())
+}
+
+/// Whether the error is about the last byte.
+fn at_end(text: &str, error: &serde_json::Error) -> bool {
+    let mut lines = text.split('\n');
+    let last = lines.next_back().unwrap_or_default();
+    error.line() == lines.count() + 1 && error.column() >= last.len()
 }
 
 /// serde_json's message without its own position.
@@ -256,18 +265,20 @@ fn same_within(a: &str, b: &str, depth: usize) -> bool {
                 members(text).into_iter().map(|member| (member.key, member.value)).collect()
             };
             let (a, b) = (table(a), table(b));
-            let equal = |((key, value), (other_key, other)): ((&Cow<'_, str>, &&str), (&Cow<'_, str>, &&str))| {
-                key == other_key && same_within(value, other, depth - 1)
-            };
+            let equal =
+                |((key, value), (other_key, other)): ((&Cow<'_, str>, &&str), (&Cow<'_, str>, &&str))| {
+                    key == other_key && same_within(value, other, depth - 1)
+                };
             a.len() == b.len() && a.iter().zip(b.iter()).all(equal)
         }
         Some(b'[') => {
             let (left, right) = (elements(a), elements(b));
-            let equal = |(left, right): (&Range<usize>, &Range<usize>)| {
-                match (a.get(left.clone()), b.get(right.clone())) {
-                    (Some(left), Some(right)) => same_within(left, right, depth - 1),
-                    _ => false,
-                }
+            let equal = |(left, right): (&Range<usize>, &Range<usize>)| match (
+                a.get(left.clone()),
+                b.get(right.clone()),
+            ) {
+                (Some(left), Some(right)) => same_within(left, right, depth - 1),
+                _ => false,
             };
             left.len() == right.len() && left.iter().zip(&right).all(equal)
         }
@@ -487,7 +498,22 @@ mod tests {
 
     #[test]
     fn scanning_nonsense_ends() {
-        for text in ["", "{", "[", "{\"", "{\"a", "{\"a\":", "{\"a\":}", "[,", "[,]", "}", "]", "{\"a\":\"\\", "[\"\\", "{\"a\" 1}"] {
+        for text in [
+            "",
+            "{",
+            "[",
+            "{\"",
+            "{\"a",
+            "{\"a\":",
+            "{\"a\":}",
+            "[,",
+            "[,]",
+            "}",
+            "]",
+            "{\"a\":\"\\",
+            "[\"\\",
+            "{\"a\" 1}",
+        ] {
             let _ = (members(text), elements(text), field(text, "type", Origin::File), string(text));
         }
     }

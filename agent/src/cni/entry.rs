@@ -43,16 +43,22 @@ pub enum EntryError {
     #[error("the mesh entry has no usable `type`: it must be the file name of a CNI plugin")]
     NoType,
     /// Larger than [`MAX_ENTRY_BYTES`] or deeper than [`MAX_ENTRY_DEPTH`].
-    #[error("the mesh entry is larger than {MAX_ENTRY_BYTES} bytes or nested deeper than {MAX_ENTRY_DEPTH} levels")]
+    #[error(
+        "the mesh entry is larger than {MAX_ENTRY_BYTES} bytes or nested deeper than {MAX_ENTRY_DEPTH} levels"
+    )]
     TooLarge,
     /// A whole network was given, which has no such entry.
-    #[error("this network configuration has no entry of type {plugin}; give one that has, or the entry alone")]
+    #[error(
+        "this network configuration has no entry of type {plugin}; give one that has, or the entry alone"
+    )]
     NotInList {
         /// The plugin looked for.
         plugin: String,
     },
     /// A whole network was given, but not which of its plugins is the mesh's.
-    #[error("this is a whole network configuration: say which plugin of it is the mesh's, or give the entry alone")]
+    #[error(
+        "this is a whole network configuration: say which plugin of it is the mesh's, or give the entry alone"
+    )]
     Ambiguous,
 }
 
