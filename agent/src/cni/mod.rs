@@ -8,3 +8,4 @@ pub mod entry;
 pub mod layout;
 pub mod plan;
 pub mod refusal;
+pub mod swap;

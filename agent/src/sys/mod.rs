@@ -1,1 +1,3 @@
 //! Every direct system call and every `unsafe` of the agent.
+
+pub mod file;
