@@ -249,7 +249,7 @@ fn check_write(before: &str, after: &str, wanted: &WantedEntry) -> Result<(), Te
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn foreign_lists_get_one_entry_and_give_it_back(text in list(false), wanted in entry()) {

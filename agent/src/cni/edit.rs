@@ -427,8 +427,7 @@ mod tests {
         let array = found[0].value;
         let items: Vec<_> = elements(array).into_iter().map(|span| &array[span]).collect();
         assert_eq!(items, ["1", r#"{"x":"]"}"#, r#""s""#]);
-        assert_eq!(elements("[]"), []);
-        assert_eq!(elements("{}"), []);
+        assert!(elements("[]").is_empty() && elements("{}").is_empty());
         assert!(members("[]").is_empty());
     }
 

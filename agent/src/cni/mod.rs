@@ -2,6 +2,7 @@
 //!
 //! Knows neither BPF nor Kubernetes. [`plan`] decides from bytes, without I/O; everything else carries it out.
 
+pub mod discover;
 pub mod document;
 pub mod edit;
 pub mod entry;
