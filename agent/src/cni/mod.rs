@@ -2,11 +2,14 @@
 //!
 //! Knows neither BPF nor Kubernetes. [`plan`] decides from bytes, without I/O; everything else carries it out.
 
+pub mod binaries;
 pub mod discover;
 pub mod document;
 pub mod edit;
 pub mod entry;
+pub mod kubeconfig;
 pub mod layout;
 pub mod plan;
+pub mod put;
 pub mod refusal;
 pub mod swap;
