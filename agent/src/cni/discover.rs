@@ -19,7 +19,7 @@ use super::refusal::Refusal;
 /// A cilium agent with `cni-exclusive` renames every other config to this ending.
 pub const CILIUM_BACKUP: &str = ".cilium_bak";
 
-/// One name in the directory, as it was read.
+/// One name in the directory, as it was read. Directories are not listed: libcni skips them.
 #[derive(Clone, Debug)]
 pub struct Listed {
     /// Its name.
@@ -198,8 +198,7 @@ impl Look<'_> {
 
 /// Says which of these files is active for `runtime`, and in what state the mesh entry is.
 pub fn discover(listed: &[Listed], runtime: Runtime, look: Look<'_>) -> Directory {
-    let mut listed: Vec<&Listed> =
-        listed.iter().filter(|file| file.content != Err(Refusal::NotRegular)).collect();
+    let mut listed: Vec<&Listed> = listed.iter().collect();
     listed.sort_by(|a, b| a.name.as_bytes().cmp(b.name.as_bytes()));
     let mut files: Vec<ConfigFile> =
         listed.iter().filter_map(|file| Some(read(file, FileKind::of(&file.name)?, look))).collect();
@@ -328,7 +327,7 @@ mod tests {
             name: (*name).into(),
             content: match *text {
                 "dangling" => Err(Refusal::Symlink),
-                "directory" => Err(Refusal::NotRegular),
+                "fifo" => Err(Refusal::NotRegular),
                 text => Ok(Bytes::copy_from_slice(text.as_bytes())),
             },
         };
@@ -360,7 +359,7 @@ mod tests {
             (&[("10-a.conflist", GOOD), ("05.conf", GOOD)], None, a),
             (&[("10-a.conflist", GOOD), ("05.conflist", "dangling")], None, a),
             (&[("10-a.conflist", GOOD), ("99.conflist", "{")], a, a),
-            (&[("10-a.conflist", GOOD), ("05.conflist", "directory")], a, a),
+            (&[("10-a.conflist", GOOD), ("05.conflist", "fifo")], None, a),
             (&[("10-a.conflist", GOOD), (".05.conflist", BARE)], Some(".05.conflist"), Some(".05.conflist")),
             (&[("05.conflist", "{"), ("06.conflist", "\u{feff}{}")], None, None),
             (&[("10-a.conflist", GOOD), ("05.conflist.tmp", "{"), ("README", "x")], a, a),
