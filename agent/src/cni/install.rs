@@ -36,6 +36,8 @@ pub struct Contract {
     pub mode: u32,
     /// `KUBE_CA_FILE`, or none at all with `SKIP_TLS_VERIFY=true`.
     pub trust: Trust,
+    /// `NOBYPASS_SERVICE_ACCOUNT_DIR`: where the token is mounted.
+    pub service_account: PathBuf,
     /// `KUBERNETES_SERVICE_PROTOCOL`, `_HOST` and `_PORT`; the host is not set outside of a cluster.
     pub server: Option<Server>,
 }
@@ -112,7 +114,8 @@ impl Contract {
         let template = get("CNI_NETWORK_CONFIG").map(Template::Text);
         let template = template.or_else(|| Some(Template::File(get("CNI_NETWORK_CONFIG_FILE")?.into())));
         let skip = get("SKIP_TLS_VERIFY").is_some_and(|value| value == "true");
-        let ca = path("KUBE_CA_FILE", &format!("{SERVICE_ACCOUNT_DIR}/ca.crt"));
+        let service_account = path("NOBYPASS_SERVICE_ACCOUNT_DIR", SERVICE_ACCOUNT_DIR);
+        let ca = get("KUBE_CA_FILE").map_or_else(|| service_account.join("ca.crt"), PathBuf::from);
         Ok(Self {
             prefix: path("CONTAINER_MOUNT_PREFIX", "/host"),
             net_dir: absolute("DEST_CNI_NET_DIR", "/etc/cni/net.d")?,
@@ -122,6 +125,7 @@ impl Contract {
             kubeconfig: kubeconfig_name(get("KUBECONFIG_FILE_NAME"))?,
             mode: mode(get("KUBECONFIG_MODE"))?,
             trust: if skip { Trust::Nothing } else { Trust::Ca(ca) },
+            service_account,
             server: server(&get)?,
         })
     }
@@ -164,7 +168,7 @@ impl Contract {
             host,
             port,
             plugin: plugin.to_owned(),
-            token: Path::new(SERVICE_ACCOUNT_DIR).join("token"),
+            token: self.service_account.join("token"),
             trust: self.trust.clone(),
             dir: self.mounted_net_dir(),
             name: self.kubeconfig.clone(),

@@ -15,3 +15,4 @@ pub mod plan;
 pub mod put;
 pub mod refusal;
 pub mod swap;
+pub mod uninstall;
