@@ -14,5 +14,6 @@ pub mod listing;
 pub mod plan;
 pub mod put;
 pub mod refusal;
+mod scan;
 pub mod swap;
 pub mod uninstall;
