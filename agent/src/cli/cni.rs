@@ -122,6 +122,12 @@ fn reason(error: &io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
+/// Text for a terminal: names and contents of files must not control it.
+fn printable(text: &str) -> String {
+    let kept = |letter: char| !letter.is_control() || matches!(letter, '\n' | '\t' | '\r');
+    text.chars().map(|letter| if kept(letter) { letter } else { '?' }).collect()
+}
+
 /// The wanted entry and where it comes from.
 #[derive(Debug)]
 struct Wanted {
