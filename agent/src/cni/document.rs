@@ -49,8 +49,11 @@ impl Plugin<'_> {
     /// Whether it calls other networks' plugins instead of making an interface: multus, and whatever names
     /// `delegates` or a `clusterNetwork`.
     pub fn is_meta(&self) -> bool {
-        let names = |name: &str| edit::members(self.text).iter().any(|member| edit::folds_to(&member.key, name));
-        matches!(self.plugin.as_str(), "multus" | "multus-shim") || names("delegates") || names("clusternetwork")
+        let names =
+            |name: &str| edit::members(self.text).iter().any(|member| edit::folds_to(&member.key, name));
+        matches!(self.plugin.as_str(), "multus" | "multus-shim")
+            || names("delegates")
+            || names("clusternetwork")
     }
 
     /// Whether it is the loopback plugin, which is no pod network.

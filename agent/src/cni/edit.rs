@@ -222,18 +222,20 @@ fn same_within(a: &str, b: &str, depth: usize) -> bool {
                 members(text).into_iter().map(|member| (member.key, member.value)).collect()
             };
             let (a, b) = (table(a), table(b));
-            let equal = |((key, value), (other_key, other)): ((&Cow<'_, str>, &&str), (&Cow<'_, str>, &&str))| {
-                key == other_key && same_within(value, other, depth - 1)
-            };
+            let equal =
+                |((key, value), (other_key, other)): ((&Cow<'_, str>, &&str), (&Cow<'_, str>, &&str))| {
+                    key == other_key && same_within(value, other, depth - 1)
+                };
             a.len() == b.len() && a.iter().zip(b.iter()).all(equal)
         }
         Some(b'[') => {
             let (left, right) = (elements(a), elements(b));
-            let equal = |(left, right): (&Range<usize>, &Range<usize>)| {
-                match (a.get(left.clone()), b.get(right.clone())) {
-                    (Some(left), Some(right)) => same_within(left, right, depth - 1),
-                    _ => false,
-                }
+            let equal = |(left, right): (&Range<usize>, &Range<usize>)| match (
+                a.get(left.clone()),
+                b.get(right.clone()),
+            ) {
+                (Some(left), Some(right)) => same_within(left, right, depth - 1),
+                _ => false,
             };
             left.len() == right.len() && left.iter().zip(&right).all(equal)
         }
@@ -453,7 +455,22 @@ mod tests {
 
     #[test]
     fn scanning_nonsense_ends() {
-        for text in ["", "{", "[", "{\"", "{\"a", "{\"a\":", "{\"a\":}", "[,", "[,]", "}", "]", "{\"a\":\"\\", "[\"\\", "{\"a\" 1}"] {
+        for text in [
+            "",
+            "{",
+            "[",
+            "{\"",
+            "{\"a",
+            "{\"a\":",
+            "{\"a\":}",
+            "[,",
+            "[,]",
+            "}",
+            "]",
+            "{\"a\":\"\\",
+            "[\"\\",
+            "{\"a\" 1}",
+        ] {
             let _ = (members(text), elements(text), field(text, "type", Origin::File), string(text));
         }
     }

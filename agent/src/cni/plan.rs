@@ -158,7 +158,9 @@ pub fn plan(kind: FileKind, bytes: &[u8], wanted: &WantedEntry, options: Options
     }
     let meta = others.any(Plugin::is_meta);
     match &document.body {
-        Body::List(plugins) if meta && options.clean_meta => remove(&document, plugins, own, Leave::MetaPlugin),
+        Body::List(plugins) if meta && options.clean_meta => {
+            remove(&document, plugins, own, Leave::MetaPlugin)
+        }
         _ if meta => Plan::Leave(Leave::MetaPlugin),
         Body::List(plugins) => chain(&document, plugins, wanted),
         Body::Single(_) if !options.convert => Plan::Leave(Leave::SinglePlugin),
@@ -197,7 +199,8 @@ fn remove(
     if !plugins.iter().any(&own) {
         return Plan::Leave(done);
     }
-    let kept: Vec<_> = (0..).zip(plugins).filter(|(_, plugin)| !own(plugin)).map(|(at, _)| (at, None)).collect();
+    let kept: Vec<_> =
+        (0..).zip(plugins).filter(|(_, plugin)| !own(plugin)).map(|(at, _)| (at, None)).collect();
     finish(rebuild(document.text, plugins, &kept), |written| !written.iter().any(&own))
 }
 
@@ -221,7 +224,8 @@ fn chain(document: &Document<'_>, plugins: &[Plugin<'_>], wanted: &WantedEntry) 
     let text = neighbour.map_or_else(String::new, |neighbour| {
         Layout::of(document.text, neighbour.span.start, neighbour.text).write(wanted.text())
     });
-    let mut kept: Vec<(usize, Option<&str>)> = (0..=last).filter(|at| !own(*at)).map(|at| (at, None)).collect();
+    let mut kept: Vec<(usize, Option<&str>)> =
+        (0..=last).filter(|at| !own(*at)).map(|at| (at, None)).collect();
     match stays {
         Some(at) => kept.push((at, (!equal(at)).then_some(text.as_str()))),
         None => kept.push((APPENDED, Some(&text))),
@@ -245,7 +249,8 @@ const APPENDED: usize = usize::MAX;
 /// before the first and after the last element stays, and each element keeps what stands before it.
 fn rebuild(text: &str, plugins: &[Plugin<'_>], kept: &[(usize, Option<&str>)]) -> Option<String> {
     let (first, last) = (plugins.first()?, plugins.last()?);
-    let between = |at: usize| text.get(plugins.get(at.checked_sub(1)?)?.span.end..plugins.get(at)?.span.start);
+    let between =
+        |at: usize| text.get(plugins.get(at.checked_sub(1)?)?.span.end..plugins.get(at)?.span.start);
     let mut out = String::with_capacity(text.len() + 1024);
     out.push_str(text.get(..first.span.start)?);
     for (nth, (at, new)) in kept.iter().enumerate() {

@@ -128,9 +128,27 @@ impl Refusal {
 
     /// Every label there is, so that a metric can start each at zero.
     pub const LABELS: [&'static str; 21] = [
-        "empty", "incomplete", "syntax", "bom", "not_utf8", "too_large", "too_deep", "number_range",
-        "not_an_object", "field", "no_plugins", "list_in_conf", "list_exists", "self_check", "not_regular",
-        "symlink", "permission", "read_only", "no_space", "no_files", "io",
+        "empty",
+        "incomplete",
+        "syntax",
+        "bom",
+        "not_utf8",
+        "too_large",
+        "too_deep",
+        "number_range",
+        "not_an_object",
+        "field",
+        "no_plugins",
+        "list_in_conf",
+        "list_exists",
+        "self_check",
+        "not_regular",
+        "symlink",
+        "permission",
+        "read_only",
+        "no_space",
+        "no_files",
+        "io",
     ];
 
     /// True when the writer has probably not finished, so that silence for a while is right before a warning.

@@ -31,7 +31,9 @@ pub fn list(serial: &str, pad: usize) -> String {
 
 /// A single-plugin config.
 pub fn single(serial: &str) -> String {
-    format!("{{ \"cniVersion\": \"0.3.0\", \"name\": \"terway\", \"serial\": \"{serial}\", \"type\": \"bridge\" }}\n")
+    format!(
+        "{{ \"cniVersion\": \"0.3.0\", \"name\": \"terway\", \"serial\": \"{serial}\", \"type\": \"bridge\" }}\n"
+    )
 }
 
 pub fn planner() -> impl FnMut(FileKind, &[u8]) -> Plan {

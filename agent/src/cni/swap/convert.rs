@@ -129,12 +129,7 @@ impl Swapper {
     }
 
     /// Was the list that is there made from the original that is kept aside?
-    fn made_here(
-        &self,
-        name: &OsStr,
-        live: &Version,
-        plan: &mut Planner<'_>,
-    ) -> Result<bool, SwapError> {
+    fn made_here(&self, name: &OsStr, live: &Version, plan: &mut Planner<'_>) -> Result<bool, SwapError> {
         if self.converted.get(name).is_some_and(|known| known.bytes == live.bytes) {
             return Ok(true);
         }
@@ -159,12 +154,7 @@ impl Swapper {
         }
     }
 
-    fn place_new(
-        &self,
-        list: &OsStr,
-        bytes: &Bytes,
-        like: &Version,
-    ) -> Result<Option<Outcome>, SwapError> {
+    fn place_new(&self, list: &OsStr, bytes: &Bytes, like: &Version) -> Result<Option<Outcome>, SwapError> {
         let target = self.target(list);
         let put = self.create_synced(&target, bytes, like, b"")?;
         let placed = self.step(Step::Place, list).and_then(|()| {

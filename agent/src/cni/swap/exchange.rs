@@ -295,12 +295,7 @@ impl Swapper {
     }
 
     /// Compares what came out with what was expected; `None` when it is that.
-    fn inspect(
-        &self,
-        target: &Target,
-        out: &OsStr,
-        expect: &Version,
-    ) -> Result<Option<Found>, SwapError> {
+    fn inspect(&self, target: &Target, out: &OsStr, expect: &Version) -> Result<Option<Found>, SwapError> {
         self.step(Step::Inspect, &target.name)?;
         let at = |source: std::io::Error| SwapError::io(Step::Inspect, &target.name, source);
         let stat = rustix::fs::statat(&target.dir, out, AtFlags::SYMLINK_NOFOLLOW)

@@ -146,12 +146,18 @@ impl Swapper {
         let Some(Component::Normal(file)) = path.components().next_back() else { return Ok(None) };
         let parent = path.parent().unwrap_or(Path::new(""));
         if parent.as_os_str().is_empty() {
-            return Ok(Some(Target { dir: Arc::clone(&self.dir), name: file.to_owned(), config: name.to_owned() }));
+            return Ok(Some(Target {
+                dir: Arc::clone(&self.dir),
+                name: file.to_owned(),
+                config: name.to_owned(),
+            }));
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let inside = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         match rustix::fs::openat2(&self.dir, parent, flags, Mode::empty(), inside) {
-            Ok(dir) => Ok(Some(Target { dir: Arc::new(dir), name: file.to_owned(), config: name.to_owned() })),
+            Ok(dir) => {
+                Ok(Some(Target { dir: Arc::new(dir), name: file.to_owned(), config: name.to_owned() }))
+            }
             Err(Errno::NOENT | Errno::XDEV | Errno::LOOP | Errno::NOTDIR) => Ok(None),
             Err(error) => Err(SwapError::io(Step::Open, name, error.into())),
         }

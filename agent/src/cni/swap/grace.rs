@@ -101,7 +101,9 @@ impl Swapper {
             .map(|(at, displaced)| (displaced.name.clone(), at < crowd || displaced.due <= now))
             .collect();
         for (name, due) in names {
-            let Some(at) = self.displaced.iter().position(|displaced| displaced.name == name) else { continue };
+            let Some(at) = self.displaced.iter().position(|displaced| displaced.name == name) else {
+                continue;
+            };
             let displaced = self.displaced.swap_remove(at);
             if let Some((config, outcome)) = self.settle_one(displaced, now, due, plan) {
                 report(&config, outcome);
@@ -152,13 +154,7 @@ impl Swapper {
     }
 
     /// Decides; on [`Next::Merge`] and [`Next::PutBack`] the version has the bytes it was decided on.
-    fn next_step(
-        &self,
-        displaced: &mut Displaced,
-        now: Instant,
-        due: bool,
-        plan: &mut Planner<'_>,
-    ) -> Next {
+    fn next_step(&self, displaced: &mut Displaced, now: Instant, due: bool, plan: &mut Planner<'_>) -> Next {
         let Some(file) = &displaced.version.file else { return Next::Drop };
         // Before reading, so that nobody can begin to write after it.
         let writers = if due { self.writers(file.as_fd(), &displaced.name) } else { Writers::Some };

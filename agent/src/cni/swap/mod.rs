@@ -37,8 +37,8 @@ use grace::Displaced;
 use temp::Put;
 
 pub use convert::Converted;
-pub use recover::Recovered;
 pub use name::is_hidden;
+pub use recover::Recovered;
 pub use step::{Plain, Seam, Step};
 
 /// Decides about the bytes of one config file; see [`super::plan::plan`].
@@ -263,7 +263,9 @@ impl Swapper {
             Plan::Refuse(refusal) => done(Outcome::Refused(refusal)),
             Plan::Convert(list) => Ok(Prepared::Convert(Box::new(found), list)),
             Plan::Write(bytes) => match self.create(&target, &bytes, &found, &found.bytes) {
-                Ok(put) => Ok(Prepared::Ready(Box::new(Patch { target, kind, put, expect: found, pending: None }))),
+                Ok(put) => {
+                    Ok(Prepared::Ready(Box::new(Patch { target, kind, put, expect: found, pending: None })))
+                }
                 Err(SwapError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                     done(Outcome::Gone) // the directory itself was removed
                 }

@@ -64,11 +64,8 @@ impl Hidden {
             return Some(Self::Poke);
         }
         let mut numbers = said.split('-').map(number);
-        let version = Self::Version {
-            target: numbers.next()??,
-            expected: numbers.next()??,
-            planned: numbers.next()??,
-        };
+        let version =
+            Self::Version { target: numbers.next()??, expected: numbers.next()??, planned: numbers.next()?? };
         numbers.next()??;
         numbers.next().is_none().then_some(version)
     }

@@ -47,25 +47,19 @@ impl Swapper {
             }
             let there = self.names(&target.dir)?;
             let found = self.recover_in(&target.dir, &there, plan);
-            recovered = Recovered {
-                removed: recovered.removed + found.removed,
-                kept: recovered.kept + found.kept,
-            };
+            recovered =
+                Recovered { removed: recovered.removed + found.removed, kept: recovered.kept + found.kept };
         }
         Ok(recovered)
     }
 
     /// Names in one directory.
     fn names(&self, dir: &OwnedFd) -> Result<Vec<OsString>, SwapError> {
-        file::names(dir).map_err(|source: io::Error| SwapError::io(super::Step::Read, OsStr::new("."), source))
+        file::names(dir)
+            .map_err(|source: io::Error| SwapError::io(super::Step::Read, OsStr::new("."), source))
     }
 
-    fn recover_in(
-        &mut self,
-        dir: &Arc<OwnedFd>,
-        names: &[OsString],
-        plan: &mut Planner<'_>,
-    ) -> Recovered {
+    fn recover_in(&mut self, dir: &Arc<OwnedFd>, names: &[OsString], plan: &mut Planner<'_>) -> Recovered {
         let mut recovered = Recovered::default();
         for name in names {
             let fate = match Hidden::parse(name) {
@@ -157,7 +151,9 @@ impl Swapper {
         }
         let aside = plan::aside_name(&original);
         let inode = |name: &OsStr| {
-            rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok().map(|stat| (stat.st_dev, stat.st_ino))
+            rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
+                .ok()
+                .map(|stat| (stat.st_dev, stat.st_ino))
         };
         if inode(hidden) == inode(&aside) {
             // Renaming one hard link over another of the same file does nothing.

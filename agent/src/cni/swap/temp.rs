@@ -78,8 +78,10 @@ impl Swapper {
         self.step(Step::Chown, &target.name)?;
         chown(&file, &stat, &like.stat).map_err(at(Step::Chown))?;
         self.step(Step::Chmod, &target.name)?;
-        rustix::fs::fchmod(&file, Mode::from_raw_mode(like.stat.st_mode & 0o7777)).map_err(at(Step::Chmod))?;
-        let reader = rustix::fs::openat(&target.dir, hidden, reader, Mode::empty()).map_err(at(Step::Create))?;
+        rustix::fs::fchmod(&file, Mode::from_raw_mode(like.stat.st_mode & 0o7777))
+            .map_err(at(Step::Chmod))?;
+        let reader =
+            rustix::fs::openat(&target.dir, hidden, reader, Mode::empty()).map_err(at(Step::Create))?;
         stat.st_mode = like.stat.st_mode;
         stat.st_uid = like.stat.st_uid;
         stat.st_gid = like.stat.st_gid;
@@ -103,12 +105,10 @@ impl Swapper {
 
     /// Removes a hidden file; what cannot be removed now is removed at the next start.
     pub(super) fn unlink(&self, dir: impl AsFd, hidden: &OsStr) {
-        let removed = self
-            .step(Step::Unlink, hidden)
-            .and_then(|()| {
-                rustix::fs::unlinkat(dir, hidden, AtFlags::empty())
-                    .map_err(|error| SwapError::io(Step::Unlink, hidden, error.into()))
-            });
+        let removed = self.step(Step::Unlink, hidden).and_then(|()| {
+            rustix::fs::unlinkat(dir, hidden, AtFlags::empty())
+                .map_err(|error| SwapError::io(Step::Unlink, hidden, error.into()))
+        });
         if let Err(error) = removed {
             tracing::debug!(file = %hidden.display(), %error, "hidden file stays until the next start");
         }
