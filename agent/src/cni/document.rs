@@ -9,6 +9,7 @@
 use std::ops::Range;
 
 use super::edit::{self, Field, Origin};
+use super::entry::WantedEntry;
 use super::plan::{FileKind, MAX_BYTES};
 use super::refusal::Refusal;
 
@@ -21,6 +22,8 @@ pub struct Document<'a> {
     pub name: String,
     /// `cniVersion`, where there is one.
     pub version: Option<String>,
+    /// Whether there is a `cniVersions`, out of which libcni picks the version itself (libcni ≥ 1.2).
+    pub negotiates: bool,
     /// A list or a single plugin.
     pub body: Body<'a>,
 }
@@ -69,6 +72,11 @@ impl<'a> Document<'a> {
             Body::List(plugins) => plugins,
             Body::Single(plugin) => std::slice::from_ref(plugin),
         }
+    }
+
+    /// Whether the entry's plugin can run in this network, as far as that is known.
+    pub fn supported_by(&self, wanted: &WantedEntry) -> bool {
+        self.negotiates || wanted.supports(self.version.as_deref())
     }
 
     /// Reads a file of this kind.
@@ -127,7 +135,8 @@ fn list(text: &str) -> Result<Document<'_>, Refusal> {
     if plugins.is_empty() {
         return Err(Refusal::NoPlugins);
     }
-    Ok(Document { text, name, version, body: Body::List(plugins) })
+    let negotiates = find("cniVersions").is_some();
+    Ok(Document { text, name, version, negotiates, body: Body::List(plugins) })
 }
 
 fn single(text: &str) -> Result<Document<'_>, Refusal> {
@@ -148,7 +157,7 @@ fn single(text: &str) -> Result<Document<'_>, Refusal> {
     let name = string("name", "name")?.unwrap_or_default();
     let version = string("cniVersion", "cniversion")?;
     let plugin = Plugin { text: object, span: start..start + object.len(), plugin };
-    Ok(Document { text, name, version, body: Body::Single(plugin) })
+    Ok(Document { text, name, version, negotiates: false, body: Body::Single(plugin) })
 }
 
 fn plugin_type(object: &str, origin: Origin, key: &'static str) -> Result<String, Refusal> {

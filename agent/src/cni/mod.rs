@@ -2,10 +2,17 @@
 //!
 //! Knows neither BPF nor Kubernetes. [`plan`] decides from bytes, without I/O; everything else carries it out.
 
+pub mod binaries;
+pub mod discover;
 pub mod document;
 pub mod edit;
 pub mod entry;
+pub mod install;
+pub mod kubeconfig;
 pub mod layout;
+pub mod listing;
 pub mod plan;
+pub mod put;
 pub mod refusal;
 pub mod swap;
+pub mod uninstall;

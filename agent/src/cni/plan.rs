@@ -157,7 +157,7 @@ pub fn plan(kind: FileKind, bytes: &[u8], wanted: &WantedEntry, options: Options
         return Plan::Leave(Leave::Loopback);
     }
     let meta = others.any(Plugin::is_meta);
-    match &document.body {
+    let plan = match &document.body {
         Body::List(plugins) if meta && options.clean_meta => {
             remove(&document, plugins, own, Leave::MetaPlugin)
         }
@@ -165,7 +165,12 @@ pub fn plan(kind: FileKind, bytes: &[u8], wanted: &WantedEntry, options: Options
         Body::List(plugins) => chain(&document, plugins, wanted),
         Body::Single(_) if !options.convert => Plan::Leave(Leave::SinglePlugin),
         Body::Single(plugin) => convert(&document, plugin, wanted),
+    };
+    if matches!(plan, Plan::Write(_) | Plan::Convert(_)) && !meta && !document.supported_by(wanted) {
+        let version = document.version.unwrap_or_else(|| "(none)".to_owned());
+        return Plan::Refuse(Refusal::Version { version, plugin: wanted.plugin().to_owned() });
     }
+    plan
 }
 
 /// Decides how to take the agent's entries out of a file of this kind again; every other byte stays.
@@ -278,38 +283,58 @@ fn rebuild(text: &str, plugins: &[Plugin<'_>], kept: &[(usize, Option<&str>)]) -
     Some(out)
 }
 
-/// The single plugin's list: its name and version move up, its other members stay as they are.
+/// Turns a single-plugin file into a list that carries the entry.
 fn convert(document: &Document<'_>, plugin: &Plugin<'_>, wanted: &WantedEntry) -> Plan {
     if document.name.is_empty() {
         return Plan::Refuse(Refusal::Field { key: "name", problem: "missing" });
     }
+    // Keys that differ in case alone may mean another plugin inside of a list.
+    let meant = |written: &[Plugin<'_>]| {
+        satisfied(written, wanted) && written.first().is_some_and(|first| first.plugin == plugin.plugin)
+    };
+    match finish(Some(list_text(document, plugin, Some(wanted))), meant) {
+        Plan::Write(list) => Plan::Convert(list),
+        other => other,
+    }
+}
+
+/// The single plugin as a list: its name and version move up, its other members stay as they are.
+fn list_text(document: &Document<'_>, plugin: &Plugin<'_>, entry: Option<&WantedEntry>) -> String {
     let end = line_end(document.text);
     let members = edit::members(plugin.text);
-    let moved = |name: &'static str| {
-        members.iter().rev().find(move |member| edit::folds_to(&member.key, name) && member.value != "null")
-    };
+    let moves = |key: &str| ["cniversion", "name"].iter().any(|name| edit::folds_to(key, name));
     let mut out = format!("{{{end}");
     for (key, name) in [("cniVersion", "cniversion"), ("name", "name")] {
-        if let Some(member) = moved(name) {
+        let set = |member: &&edit::Member<'_>| edit::folds_to(&member.key, name) && member.value != "null";
+        if let Some(member) = members.iter().rev().find(set) {
             out.push_str(&format!("  \"{key}\": {},{end}", member.value));
         }
     }
     let inner: Vec<&str> = members
         .iter()
-        .filter(|member| !["cniversion", "name"].iter().any(|name| edit::folds_to(&member.key, name)))
+        .filter(|member| !moves(&member.key))
         .filter_map(|member| plugin.text.get(member.span.clone()))
         .collect();
-    let inner = format!("{{{}}}", inner.join(","));
     let layout = Layout::pretty("    ", end);
-    let (inner, entry) = (layout.write(&inner), layout.write(wanted.text()));
-    out.push_str(&format!("  \"plugins\": [{end}    {inner},{end}    {entry}{end}  ]{end}}}{end}"));
-    // Keys that differ in case alone may mean another plugin inside of a list.
-    let meant = |written: &[Plugin<'_>]| {
-        satisfied(written, wanted) && written.first().is_some_and(|first| first.plugin == plugin.plugin)
+    let mut plugins = layout.write(&format!("{{{}}}", inner.join(",")));
+    if let Some(entry) = entry {
+        plugins.push_str(&format!(",{end}    {}", layout.write(entry.text())));
+    }
+    out.push_str(&format!("  \"plugins\": [{end}    {plugins}{end}  ]{end}}}{end}"));
+    out
+}
+
+/// Whether a list without mesh entry is what [`plan`] makes of this single-plugin file: its owner has not changed it.
+pub fn is_list_of(list: &[u8], original: &[u8]) -> bool {
+    let (Ok(list), Ok(document)) = (std::str::from_utf8(list), Document::read(FileKind::Conf, original))
+    else {
+        return false;
     };
-    match finish(Some(out), meant) {
-        Plan::Write(list) => Plan::Convert(list),
-        other => other,
+    match &document.body {
+        Body::Single(plugin) => {
+            edit::check(list).is_ok() && edit::same(list, &list_text(&document, plugin, None))
+        }
+        Body::List(_) => false,
     }
 }
 

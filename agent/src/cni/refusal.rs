@@ -66,6 +66,14 @@ pub enum Refusal {
     /// A list (`plugins`) under a name that runtimes read as a single plugin.
     #[error("a plugin list under a single-plugin name; container runtimes refuse it, name it .conflist")]
     ListInConf,
+    /// The mesh's plugin does not support the network's `cniVersion`, so that every pod would fail with the entry.
+    #[error("cniVersion {version} is not one that the plugin {plugin} supports; update the plugin")]
+    Version {
+        /// The network's version.
+        version: String,
+        /// The mesh's plugin.
+        plugin: String,
+    },
     /// A `.conf` cannot become a `.conflist` since its owner keeps a list of that name too.
     #[error("its owner also keeps {list}, so it cannot become a list without losing that file")]
     ListExists {
@@ -114,6 +122,7 @@ impl Refusal {
             Self::Field { .. } => "field",
             Self::NoPlugins => "no_plugins",
             Self::ListInConf => "list_in_conf",
+            Self::Version { .. } => "version",
             Self::ListExists { .. } => "list_exists",
             Self::SelfCheck => "self_check",
             Self::NotRegular => "not_regular",
@@ -127,7 +136,7 @@ impl Refusal {
     }
 
     /// Every label there is, so that a metric can start each at zero.
-    pub const LABELS: [&'static str; 21] = [
+    pub const LABELS: [&'static str; 22] = [
         "empty",
         "incomplete",
         "syntax",
@@ -140,6 +149,7 @@ impl Refusal {
         "field",
         "no_plugins",
         "list_in_conf",
+        "version",
         "list_exists",
         "self_check",
         "not_regular",
