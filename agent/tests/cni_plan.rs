@@ -1,4 +1,5 @@
 //! The CNI planner on files as they are found on nodes: tables of inputs with the answer for each.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests stop at the first surprise")]
 
 use std::ffi::OsStr;
 

@@ -1,4 +1,5 @@
 //! Properties of the CNI planner over generated documents, and a bounded fuzz run over mangled ones.
+#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests stop at the first surprise")]
 
 use nobypass::cni::document::Document;
 use nobypass::cni::edit;

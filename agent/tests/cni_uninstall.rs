@@ -1,4 +1,5 @@
 //! Uninstalling against real directories: what goes, what stays, in any state a node may be in.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests stop at the first surprise")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

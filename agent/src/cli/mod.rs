@@ -1,5 +1,6 @@
 //! The command line: one file a sub-command, each a thin shell around a module.
 
+mod cni;
 pub mod exit;
 
 use clap::{Parser, Subcommand};
@@ -15,6 +16,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Look at, patch and clean up the node's CNI configuration
+    Cni(cni::Cni),
     /// Print the version
     Version,
 }
@@ -26,6 +29,7 @@ pub fn main() -> Exit {
         Err(error) => return exit::usage(&error),
     };
     match cli.command {
+        Command::Cni(command) => cni::main(&command),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

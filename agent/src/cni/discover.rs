@@ -196,6 +196,29 @@ impl Look<'_> {
     }
 }
 
+/// The plugin types of the meshes that nobypass knows.
+pub const MESH_PLUGINS: [&str; 4] = ["linkerd-cni", "istio-cni", "consul-cni", "kuma-cni"];
+
+/// The entry that some list carries already, and that list's name: of type `plugin`, or of any mesh when that is not
+/// given. A list that has it in its place comes first, then the runtime's order.
+pub fn learn(listed: &[Listed], plugin: Option<&str>, place: Place) -> Option<(WantedEntry, OsString)> {
+    let plugins = plugin.map_or_else(|| MESH_PLUGINS.to_vec(), |plugin| vec![plugin]);
+    let lists = listed.iter().filter(|file| FileKind::of(&file.name) == Some(FileKind::Conflist));
+    let mut found: Vec<_> = lists
+        .filter_map(|file| Some((&file.name, file.content.as_ref().ok()?)))
+        .flat_map(|(name, bytes)| plugins.iter().map(move |plugin| (name, bytes, *plugin)))
+        .filter_map(|(name, bytes, plugin)| {
+            let document = Document::read(FileKind::Conflist, bytes).ok()?;
+            let meta = document.plugins().iter().any(Plugin::is_meta);
+            let state = Look::Type(plugin).state(document.plugins());
+            let entry = WantedEntry::learn(bytes, plugin, place).filter(|_| !meta)?;
+            Some((state != EntryState::Good, name, entry))
+        })
+        .collect();
+    found.sort_by(|a, b| (a.0, a.1.as_bytes()).cmp(&(b.0, b.1.as_bytes())));
+    found.into_iter().next().map(|(_, name, entry)| (entry, name.clone()))
+}
+
 /// Says which of these files is active for `runtime`, and in what state the mesh entry is.
 pub fn discover(listed: &[Listed], runtime: Runtime, look: Look<'_>) -> Directory {
     let mut listed: Vec<&Listed> = listed.iter().collect();
@@ -415,6 +438,29 @@ mod tests {
             assert_eq!(discover(&files, Runtime::Crio, Look::Type("m")).entry, Some(by_type), "{plugins}");
             assert_eq!(discover(&files, Runtime::Crio, Look::For(&wanted)).entry, Some(exact), "{plugins}");
         }
+    }
+
+    #[test]
+    fn an_entry_is_learnt_from_a_list_that_has_it_right() {
+        let learnt = |files: &[(&str, &str)], plugin| {
+            learn(&list(files), plugin, Place::Last)
+                .map(|(entry, name)| (entry.text().to_owned(), name.into_string().unwrap()))
+        };
+        let listed = |plugins: &str| format!(r#"{{"name":"n","plugins":[{plugins}]}}"#);
+        let misplaced = listed(r#"{"type":"istio-cni","v":1},{"type":"a"}"#);
+        let good = listed(r#"{"type":"a"},{"type":"istio-cni","v":2}"#);
+        let multus = listed(r#"{"type":"multus"},{"type":"istio-cni","v":3}"#);
+        let files = [
+            ("00.conflist", &*multus),
+            ("10.conflist", &*misplaced),
+            ("20.conflist", &*good),
+            ("5.conflist", "{"),
+        ];
+        let expected = Some((r#"{"type":"istio-cni","v":2}"#.to_owned(), "20.conflist".to_owned()));
+        assert_eq!(learnt(&files, None), expected);
+        assert_eq!(learnt(&files, Some("istio-cni")), expected);
+        assert_eq!(learnt(&files, Some("linkerd-cni")), None);
+        assert_eq!(learnt(&files[..2], None).unwrap().1, "10.conflist");
     }
 
     /// linkerd2#11250: with multus in front, its delegate's entry is what counts.

@@ -12,6 +12,8 @@ use std::ops::Range;
 
 use super::plan::MAX_DEPTH;
 use super::refusal::Refusal;
+use super::scan::Scan;
+pub use super::scan::tokens;
 
 /// Numbers with fewer digits and no exponent cannot leave a 64-bit float's range.
 const SURELY_FINITE: usize = 300;
@@ -27,7 +29,7 @@ pub fn check(text: &str) -> Result<(), Refusal> {
         _ if text.ends_with(['.', 'e', 'E', '+', '-']) && at_end(text, &error) => Refusal::Incomplete,
         _ => Refusal::Syntax { line: error.line(), column: error.column(), what: words(&error) },
     })?;
-    let (mut depth, mut scan) = (0_usize, Scan { text, at: 0 });
+    let (mut depth, mut scan) = (0_usize, Scan::new(text));
     while let Some(byte) = scan.peek() {
         match byte {
             b'"' => scan.string(),
@@ -83,7 +85,7 @@ pub struct Member<'a> {
 
 /// The members of an object, in the order of the text; none when `text` is not an object.
 pub fn members(text: &str) -> Vec<Member<'_>> {
-    let mut scan = Scan { text, at: 0 };
+    let mut scan = Scan::new(text);
     let mut found = Vec::new();
     if !scan.open(b'{') {
         return found;
@@ -107,7 +109,7 @@ pub fn members(text: &str) -> Vec<Member<'_>> {
 
 /// The elements' spans in an array, relative to `text`; none when `text` is not an array.
 pub fn elements(text: &str) -> Vec<Range<usize>> {
-    let mut scan = Scan { text, at: 0 };
+    let mut scan = Scan::new(text);
     let mut found = Vec::new();
     if !scan.open(b'[') {
         return found;
@@ -123,21 +125,6 @@ pub fn elements(text: &str) -> Vec<Range<usize>> {
         }
     }
     found
-}
-
-/// The tokens of a valid JSON text: brackets, commas, colons, strings with their quotes, numbers, words.
-pub fn tokens(text: &str) -> impl Iterator<Item = &str> {
-    let mut scan = Scan { text, at: 0 };
-    std::iter::from_fn(move || {
-        scan.space();
-        let start = scan.at;
-        match scan.peek()? {
-            b'"' => scan.string(),
-            b'{' | b'}' | b'[' | b']' | b',' | b':' => scan.at += 1,
-            _ => _ = scan.word(),
-        }
-        text.get(start..scan.at)
-    })
 }
 
 /// The deepest nesting of a valid JSON text; 0 for a number.
@@ -257,34 +244,34 @@ fn same_within(a: &str, b: &str, depth: usize) -> bool {
         return true;
     }
     let (kind, other) = (a.as_bytes().first(), b.as_bytes().first());
+    if kind != other || depth == 0 {
+        return false;
+    }
     match kind {
-        _ if kind != other || depth == 0 => false,
         Some(b'"') => string(a) == string(b),
         Some(b'{') => {
-            let table = |text| -> BTreeMap<_, _> {
-                members(text).into_iter().map(|member| (member.key, member.value)).collect()
-            };
             let (a, b) = (table(a), table(b));
-            let equal =
-                |((key, value), (other_key, other)): ((&Cow<'_, str>, &&str), (&Cow<'_, str>, &&str))| {
-                    key == other_key && same_within(value, other, depth - 1)
-                };
-            a.len() == b.len() && a.iter().zip(b.iter()).all(equal)
+            let mut pairs = a.iter().zip(&b);
+            a.len() == b.len() && pairs.all(|(a, b)| a.0 == b.0 && same_within(a.1, b.1, depth - 1))
         }
         Some(b'[') => {
             let (left, right) = (elements(a), elements(b));
-            let equal = |(left, right): (&Range<usize>, &Range<usize>)| match (
-                a.get(left.clone()),
-                b.get(right.clone()),
-            ) {
+            let mut pairs =
+                left.iter().zip(&right).map(|(left, right)| (a.get(left.clone()), b.get(right.clone())));
+            let equal = |pair: (Option<&str>, Option<&str>)| match pair {
                 (Some(left), Some(right)) => same_within(left, right, depth - 1),
                 _ => false,
             };
-            left.len() == right.len() && left.iter().zip(&right).all(equal)
+            left.len() == right.len() && pairs.all(equal)
         }
         // Numbers and words differ in their text.
         _ => false,
     }
+}
+
+/// An object's values by key; of equal keys the last.
+fn table(object: &str) -> BTreeMap<Cow<'_, str>, &str> {
+    members(object).into_iter().map(|member| (member.key, member.value)).collect()
 }
 
 /// The string that a JSON string literal (with its quotes) stands for; a lone surrogate becomes U+FFFD, as in Go.
@@ -316,99 +303,6 @@ pub fn string(literal: &str) -> Cow<'_, str> {
         units.extend_from_slice(letter.encode_utf16(&mut [0; 2]));
     }
     Cow::Owned(String::from_utf16_lossy(&units))
-}
-
-/// A position in a JSON text.
-struct Scan<'a> {
-    text: &'a str,
-    at: usize,
-}
-
-impl<'a> Scan<'a> {
-    fn peek(&self) -> Option<u8> {
-        self.text.as_bytes().get(self.at).copied()
-    }
-
-    fn space(&mut self) {
-        while matches!(self.peek(), Some(b' ' | b'\t' | b'\r' | b'\n')) {
-            self.at += 1;
-        }
-    }
-
-    /// Skips white space and this opening bracket, and the white space after it.
-    fn open(&mut self, bracket: u8) -> bool {
-        self.space();
-        if self.peek() != Some(bracket) {
-            return false;
-        }
-        self.at += 1;
-        self.space();
-        true
-    }
-
-    /// After a value: skips to the next item; false at the end of the object or array.
-    fn next_item(&mut self) -> bool {
-        self.space();
-        let more = self.peek() == Some(b',');
-        self.at += usize::from(more);
-        self.space();
-        more
-    }
-
-    /// Skips a string, from its opening quote.
-    fn string(&mut self) {
-        self.at += 1;
-        while let Some(byte) = self.peek() {
-            self.at += match byte {
-                b'"' => break,
-                b'\\' => 2,
-                _ => 1,
-            };
-        }
-        self.at = (self.at + 1).min(self.text.len());
-    }
-
-    /// Skips and gives a number or word.
-    fn word(&mut self) -> &'a str {
-        let start = self.at;
-        while !matches!(self.peek(), None | Some(b',' | b']' | b'}' | b':' | b' ' | b'\t' | b'\r' | b'\n')) {
-            self.at += 1;
-        }
-        self.text.get(start..self.at).unwrap_or_default()
-    }
-
-    /// Skips a value and gives its span, which is empty where there is none.
-    fn value(&mut self) -> Range<usize> {
-        let start = self.at;
-        let mut depth = 0_usize;
-        while let Some(byte) = self.peek() {
-            match byte {
-                b'"' => self.string(),
-                b'{' | b'[' => {
-                    depth += 1;
-                    self.at += 1;
-                    continue;
-                }
-                b'}' | b']' if depth == 0 => break,
-                b'}' | b']' => {
-                    depth -= 1;
-                    self.at += 1;
-                }
-                _ if depth > 0 => {
-                    self.at += 1;
-                    continue;
-                }
-                _ => {
-                    self.word();
-                    break;
-                }
-            }
-            if depth == 0 {
-                break;
-            }
-        }
-        start..self.at
-    }
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ impl Layout {
             .and_then(|first| own_line(first.span.start))
             .and_then(|line| line.strip_prefix(indent))
             .filter(|step| !step.is_empty())
-            .unwrap_or(if indent.starts_with('\t') { "\t" } else { "  " });
+            .unwrap_or_else(|| if indent.starts_with('\t') { "\t" } else { "  " });
         let lines = Lines { end, indent: indent.to_owned(), step: step.to_owned() };
         Self { lines: Some(lines), colon, comma: "", pad: "" }
     }

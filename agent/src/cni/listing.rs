@@ -89,7 +89,7 @@ mod tests {
         rustix::fs::mkfifoat(rustix::fs::CWD, root.join("50-fifo.conf"), rustix::fs::Mode::RWXU).unwrap();
         fs::write(root.join("60-big.json"), vec![b' '; MAX_BYTES + 1]).unwrap();
         fs::write(root.join("70-closed.json"), "").unwrap();
-        fs::set_permissions(root.join("70-closed.json"), fs::Permissions::from_mode(0)).unwrap();
+        fs::set_permissions(root.join("70-closed.json"), fs::Permissions::from_mode(0o000)).unwrap();
         let found = list(root, host).unwrap();
         let shown: Vec<_> = found
             .iter()

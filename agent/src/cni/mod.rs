@@ -19,6 +19,7 @@ pub mod plan;
 pub mod put;
 pub mod refusal;
 pub mod runtime;
+mod scan;
 pub mod swap;
 pub mod uninstall;
 pub mod watch;
