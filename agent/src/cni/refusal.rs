@@ -80,6 +80,12 @@ pub enum Refusal {
         /// The list's name.
         list: String,
     },
+    /// No config of the directory has a mesh entry yet to learn from.
+    #[error("no mesh entry is known yet; waiting for the mesh's installer")]
+    NoEntry,
+    /// A newer agent looks after this directory.
+    #[error("left to a newer nobypass agent on this node")]
+    Superseded,
     /// The edited text would not have been what was meant. Never seen; checked on every write.
     #[error("internal check failed: the edited text does not hold exactly one mesh entry in its place")]
     SelfCheck,
@@ -124,6 +130,8 @@ impl Refusal {
             Self::ListInConf => "list_in_conf",
             Self::Version { .. } => "version",
             Self::ListExists { .. } => "list_exists",
+            Self::NoEntry => "no_entry",
+            Self::Superseded => "superseded",
             Self::SelfCheck => "self_check",
             Self::NotRegular => "not_regular",
             Self::Symlink => "symlink",
@@ -136,7 +144,7 @@ impl Refusal {
     }
 
     /// Every label there is, so that a metric can start each at zero.
-    pub const LABELS: [&'static str; 22] = [
+    pub const LABELS: [&'static str; 24] = [
         "empty",
         "incomplete",
         "syntax",
@@ -151,6 +159,8 @@ impl Refusal {
         "list_in_conf",
         "version",
         "list_exists",
+        "no_entry",
+        "superseded",
         "self_check",
         "not_regular",
         "symlink",

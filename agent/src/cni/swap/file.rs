@@ -137,7 +137,7 @@ impl Swapper {
     }
 
     /// An absolute link as a path below the directory: links made on the host name the host's path.
-    fn inside(&self, text: &Path) -> Option<PathBuf> {
+    pub(super) fn inside(&self, text: &Path) -> Option<PathBuf> {
         self.roots.iter().find_map(|root| text.strip_prefix(root).ok()).map(Path::to_path_buf)
     }
 

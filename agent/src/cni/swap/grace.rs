@@ -79,6 +79,11 @@ impl Swapper {
         self.displaced.iter().map(|displaced| displaced.due).min()
     }
 
+    /// Another agent looks after the directory now, and has taken over the displaced versions as well.
+    pub fn hand_over(&mut self) {
+        self.displaced.clear();
+    }
+
     /// Number of displaced versions that are kept.
     pub fn kept(&self) -> usize {
         self.displaced.len()

@@ -22,13 +22,14 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 
 use super::plan::{FileKind, Leave, Plan};
 use super::refusal::Refusal;
@@ -37,7 +38,7 @@ use grace::Displaced;
 use temp::Put;
 
 pub use convert::Converted;
-pub use name::is_hidden;
+pub use name::{hash, is_hidden, passing_name as hidden_name};
 pub use recover::Recovered;
 pub use step::{Plain, Seam, Step};
 
@@ -186,8 +187,40 @@ impl Swapper {
     }
 
     /// The directory.
-    pub fn dir(&self) -> BorrowedFd<'_> {
-        self.dir.as_fd()
+    pub fn dir(&self) -> &Arc<OwnedFd> {
+        &self.dir
+    }
+
+    /// Every name in the directory.
+    pub fn names(&self) -> io::Result<Vec<OsString>> {
+        file::names(&self.dir)
+    }
+
+    /// What a config holds now, also behind a link; `None` when that cannot be read.
+    pub fn read(&self, name: &OsStr) -> Option<Bytes> {
+        let mut found = self.look(&self.dir, name).ok()?;
+        if matches!(found, Found::Link(_)) {
+            let target = self.resolve(name).ok()?.ok()?;
+            found = self.look(&target.dir, &target.name).ok()?;
+        }
+        match found {
+            Found::File(version) => Some(version.bytes),
+            Found::Other(..) | Found::Link(_) | Found::Nothing => None,
+        }
+    }
+
+    /// The directory, as a path below the CNI directory, of the file that a link leads to, when that is another one.
+    pub fn behind(&self, link: &OsStr) -> Option<PathBuf> {
+        let text = rustix::fs::readlinkat(&self.dir, link, Vec::new()).ok()?;
+        let text = PathBuf::from(OsStr::from_bytes(text.as_bytes()));
+        let text = if text.is_absolute() { self.inside(&text)? } else { text };
+        text.parent().filter(|parent| !parent.as_os_str().is_empty()).map(Path::to_path_buf)
+    }
+
+    /// True when `name` is a symbolic link now.
+    pub fn is_link(&self, name: &OsStr) -> bool {
+        rustix::fs::statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
     }
 
     /// False once the file system refused an exchange, so that compare-then-rename is used.
@@ -296,7 +329,7 @@ impl Swapper {
     /// Wakes a runtime that has not noticed a change, by creating and removing a hidden file. Some ignore files that
     /// are linked or moved in (<https://github.com/containerd/containerd/pull/11711>).
     pub fn poke(&self) -> Result<(), SwapError> {
-        let hidden = name::Hidden::Poke.name();
+        let hidden = hidden_name();
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         rustix::fs::openat(&self.dir, &hidden, flags, Mode::from_raw_mode(0o600))
             .and_then(|_| rustix::fs::unlinkat(&self.dir, &hidden, AtFlags::empty()))

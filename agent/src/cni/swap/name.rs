@@ -71,6 +71,11 @@ impl Hidden {
     }
 }
 
+/// A new name for a hidden file that says nothing and may be removed at any time.
+pub fn passing_name() -> OsString {
+    Hidden::Poke.name()
+}
+
 /// True for every name that the agent itself makes in the directory and that no runtime reads.
 pub fn is_hidden(name: &OsStr) -> bool {
     name.as_bytes().starts_with(PREFIX.as_bytes())

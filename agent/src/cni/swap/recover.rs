@@ -36,7 +36,7 @@ impl Swapper {
     /// the grace time, and merged first if it was never merged.
     pub fn recover(&mut self, plan: &mut Planner<'_>) -> Result<Recovered, SwapError> {
         let own = Arc::clone(&self.dir);
-        let names = self.names(&own)?;
+        let names = self.listing(&own)?;
         let mut recovered = self.recover_in(&own, &names, plan);
         // Files behind symbolic links are patched in their own directory.
         for link in names.iter().filter(|name| FileKind::of(name).is_some()) {
@@ -45,7 +45,7 @@ impl Swapper {
             if Arc::ptr_eq(&target.dir, &own) {
                 continue;
             }
-            let there = self.names(&target.dir)?;
+            let there = self.listing(&target.dir)?;
             let found = self.recover_in(&target.dir, &there, plan);
             recovered =
                 Recovered { removed: recovered.removed + found.removed, kept: recovered.kept + found.kept };
@@ -54,7 +54,7 @@ impl Swapper {
     }
 
     /// Names in one directory.
-    fn names(&self, dir: &OwnedFd) -> Result<Vec<OsString>, SwapError> {
+    fn listing(&self, dir: &OwnedFd) -> Result<Vec<OsString>, SwapError> {
         file::names(dir)
             .map_err(|source: io::Error| SwapError::io(super::Step::Read, OsStr::new("."), source))
     }
