@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use serde_json::{Value, json};
 use similar::TextDiff;
 
-use super::{Failure, Format, Where, Which, contract, list};
+use super::{Failure, Format, Where, Which, contract, list, printable};
 use crate::cli::exit::{Exit, print};
 use crate::cni::discover::Listed;
 use crate::cni::entry::WantedEntry;
@@ -58,7 +58,7 @@ pub fn run(args: &Args) -> Result<Exit, Failure> {
         .filter_map(|file| step(file, FileKind::of(&file.name)?, &listed, &wanted.entry, options))
         .collect();
     Ok(print(&match args.output {
-        Format::Text => as_text(&steps),
+        Format::Text => printable(&as_text(&steps)),
         Format::Json => format!("{:#}\n", Value::from_iter(steps.iter().map(as_json))),
     }))
 }

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-use super::{Failure, Format, Wanted, Where, Which, contract, list};
+use super::{Failure, Format, Wanted, Where, Which, contract, list, printable};
 use crate::cli::exit::{Exit, print};
 use crate::cni::discover::{
     ConfigFile, Delegate, Directory, EntryState, Look, MESH_PLUGINS, Role, Runtime, discover,
@@ -51,7 +51,7 @@ pub fn run(args: &Status) -> Result<Exit, Failure> {
     let found = discover(&listed, runtime, look);
     let text = match args.output {
         Format::Json => format!("{:#}\n", as_json(&dir, args.cni_runtime, &found, wanted.as_ref())),
-        Format::Text => as_text(&dir, &found, wanted.as_ref()),
+        Format::Text => printable(&as_text(&dir, &found, wanted.as_ref())),
     };
     match print(&text) {
         Exit::Ok if !found.protected() => Ok(Exit::Failed),
@@ -181,10 +181,8 @@ fn file_rows(dir: &Path, found: &Directory) -> Vec<[String; 7]> {
     std::iter::once(head).chain(found.files.iter().map(row)).collect()
 }
 
-/// Columns as wide as they need; names from files cannot change the terminal's state.
+/// Columns as wide as they need.
 fn table(rows: &[[String; 7]]) -> String {
-    let clean =
-        |cell: &str| -> String { cell.chars().map(|c| if c.is_control() { '?' } else { c }).collect() };
     let mut widths = [0; 7];
     for row in rows {
         for (width, cell) in widths.iter_mut().zip(row) {
@@ -194,7 +192,7 @@ fn table(rows: &[[String; 7]]) -> String {
     let mut text = String::new();
     for row in rows {
         let line: String =
-            row.iter().zip(widths).map(|(cell, width)| format!("{:<width$}  ", clean(cell))).collect();
+            row.iter().zip(widths).map(|(cell, width)| format!("{:<width$}  ", cell)).collect();
         text.push_str(line.trim_end());
         text.push('\n');
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use serde_json::json;
 
-use super::{Failure, Format, Where, Which, contract, unreadable};
+use super::{Failure, Format, Where, Which, contract, printable, unreadable};
 use crate::cli::exit::{Exit, print};
 use crate::cni::uninstall::{self as removal, GRACE, Removal, Report, UninstallError};
 
@@ -81,7 +81,7 @@ pub fn run(args: &Uninstall) -> Result<Exit, Failure> {
         .block_on(removal::uninstall(&removal))
         .map_err(|UninstallError::Directory { source, .. }| unreadable(&dir, &source))?;
     let shown = match args.output {
-        Format::Text => as_text(&report),
+        Format::Text => printable(&as_text(&report)),
         Format::Json => format!("{:#}\n", as_json(&report)),
     };
     match print(&shown) {
