@@ -136,9 +136,9 @@ impl Watch {
     }
 
     /// Also watches these directories, which hold files that symbolic links in the directory lead to. Every change
-    /// there is reported as one of `link`.
-    pub fn watch_beside(&mut self, directories: Vec<PathBuf>) {
-        let Some(watcher) = &mut self.watcher else { return };
+    /// there is reported from the return of this call on; true when there is a new one to look at then.
+    pub fn watch_beside(&mut self, directories: Vec<PathBuf>) -> bool {
+        let Some(watcher) = &mut self.watcher else { return false };
         for old in self.beside.iter().filter(|old| !directories.contains(old)) {
             // Gone already if the directory is.
             let _ = watcher.unwatch(old);
@@ -150,7 +150,9 @@ impl Watch {
                 tracing::debug!(directory = %new.display(), %error, "cannot watch; looked at now and then");
             }
         }
+        let new = directories.iter().any(|directory| !self.beside.contains(directory));
         self.beside = directories;
+        new
     }
 
     fn start(&mut self) -> Result<(), WatchError> {

@@ -35,6 +35,8 @@ pub(super) struct Dirty {
     pub due: Instant,
     /// When the first change was noticed.
     pub noticed: Instant,
+    /// Something was noticed; false for a name that is only looked at again.
+    pub news: bool,
 }
 
 pub(super) struct Engine {
@@ -176,18 +178,19 @@ impl Engine {
         if FileKind::of(name).is_none() && original_name(name).is_none() {
             // Maybe the file behind a link.
             for link in self.files.links.clone() {
-                self.mark_dirty(link, due, noticed);
+                self.mark_dirty(link, due, noticed, true);
             }
             return;
         }
-        self.mark_dirty(name.to_owned(), due, noticed);
+        self.mark_dirty(name.to_owned(), due, noticed, true);
         for link in self.files.links.clone() {
-            self.mark_dirty(link, due, noticed);
+            self.mark_dirty(link, due, noticed, true);
         }
     }
 
-    pub fn mark_dirty(&mut self, name: OsString, due: Instant, noticed: Instant) {
-        let entry = self.dirty.entry(name).or_insert(Dirty { due, noticed });
+    pub fn mark_dirty(&mut self, name: OsString, due: Instant, noticed: Instant, news: bool) {
+        let entry = self.dirty.entry(name).or_insert(Dirty { due, noticed, news });
+        entry.news |= news;
         let urgent = |due: Instant, noticed: Instant| due <= noticed;
         if urgent(due, noticed) {
             entry.due = entry.due.min(due);
@@ -297,7 +300,6 @@ impl Engine {
         self.claim = None;
         self.files.clear();
         self.dirty.clear();
-        self.planner.scanning = true;
         self.fresh = true;
     }
 
@@ -387,7 +389,7 @@ impl Engine {
         let known: Vec<_> = self.files.names().cloned().collect();
         let configs = names.into_iter().chain(known).filter(|name| FileKind::of(name).is_some());
         for name in configs.collect::<BTreeSet<_>>() {
-            self.mark_dirty(name, now, now);
+            self.mark_dirty(name, now, now, false);
         }
     }
 
@@ -398,7 +400,12 @@ impl Engine {
         let mut directories: Vec<_> = behind.map(|relative| self.config.dir.join(relative)).collect();
         directories.sort();
         directories.dedup();
-        self.watch.watch_beside(directories);
+        if self.watch.watch_beside(directories) {
+            let now = Instant::now();
+            for link in self.files.links.clone() {
+                self.mark_dirty(link, now, now, false);
+            }
+        }
     }
 
     /// The active file was without its entry from then on, and just got it.

@@ -18,6 +18,7 @@ const CONTENDED: Duration = Duration::from_millis(5);
 impl Engine {
     /// Looks at everything that is due.
     pub fn pass(&mut self, now: Instant) {
+        self.planner.news = true;
         self.follow_displaced(now);
         let mut due: Vec<(OsString, Dirty)> = Vec::new();
         let allowed = self.bucket.available(now);
@@ -42,13 +43,17 @@ impl Engine {
             self.follow_original(&original);
         }
         due.retain(|(name, _)| FileKind::of(name).is_some());
-        self.replace(&due);
-        if self.dirty.is_empty() {
-            self.planner.scanning = false;
+        let (news, others): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, dirty)| dirty.news);
+        for (due, news) in [(news, true), (others, false)] {
+            self.planner.news = news;
+            self.replace(&due);
         }
     }
 
     fn replace(&mut self, due: &[(OsString, Dirty)]) {
+        if due.is_empty() {
+            return;
+        }
         let Some(mut swapper) = self.swapper.take() else { return };
         let names: Vec<_> = due.iter().map(|(name, _)| name.clone()).collect();
         let mut outcomes = Vec::with_capacity(names.len());
@@ -128,17 +133,17 @@ impl Engine {
                 );
             }
             Ok(Outcome::Gone) => self.files.remove(name),
-            Ok(Outcome::Changed) => self.mark_dirty(name.to_owned(), at, since),
+            Ok(Outcome::Changed) => self.mark_dirty(name.to_owned(), at, since, true),
             Ok(Outcome::Refused(refusal)) => self.note_refusal(swapper, name, refusal, at),
             Err(error) => {
                 let Some(refusal) = error.refusal() else {
                     self.metrics.count("contended");
-                    return self.mark_dirty(name.to_owned(), at + CONTENDED, since);
+                    return self.mark_dirty(name.to_owned(), at + CONTENDED, since, true);
                 };
                 self.metrics.count("failed");
                 tracing::debug!(%error, "cannot patch a CNI config");
                 self.note_refusal(swapper, name, refusal, at);
-                self.mark_dirty(name.to_owned(), at + RETRY, at);
+                self.mark_dirty(name.to_owned(), at + RETRY, at, false);
             }
         }
     }

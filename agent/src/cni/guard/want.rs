@@ -1,9 +1,15 @@
 //! Which entry every config is to carry, and how a config's bytes become a plan.
 
+use std::collections::VecDeque;
+
 use super::super::edit;
 use super::super::entry::{Place, WantedEntry};
 use super::super::plan::{self, FileKind, Leave, Options, Plan, Remove};
 use super::super::refusal::Refusal;
+use super::super::swap::hash;
+
+/// Own contents remembered: more than can be on their way through events at once.
+const OWN: usize = 512;
 
 /// Where the wanted entry comes from.
 #[derive(Clone, Debug)]
@@ -30,15 +36,26 @@ pub(super) struct Planner {
     learned: Option<WantedEntry>,
     /// A newer agent writes here.
     pub superseded: bool,
-    /// Entries in configs are as old as the configs; only those that are written from now on are news.
-    pub scanning: bool,
+    /// The configs that are looked at now were just changed, so another entry in them is the installer's newest. Found
+    /// at start or in a rescan, it may be older than the known one.
+    pub news: bool,
+    /// Hashes of what this agent wrote lately: an entry in it is not the installer's word.
+    own: VecDeque<u64>,
     /// Another entry is wanted now, so all configs must be looked at again.
     pub changed: bool,
 }
 
 impl Planner {
     pub fn new(want: Want, options: Options) -> Self {
-        Self { want, options, learned: None, superseded: false, scanning: true, changed: false }
+        Self {
+            want,
+            options,
+            learned: None,
+            superseded: false,
+            news: false,
+            own: VecDeque::new(),
+            changed: false,
+        }
     }
 
     pub fn set(&mut self, want: Want) {
@@ -69,7 +86,7 @@ impl Planner {
             Want::Withdraw(entry) => plan::unplan(kind, bytes, Remove::Exactly(entry)),
             Want::Learn { plugins, place } => {
                 let found = learn(kind, bytes, plugins, *place);
-                self.adopt(found);
+                self.adopt(found, bytes);
                 match &self.learned {
                     Some(wanted) => plan::plan(kind, bytes, wanted, self.options),
                     None => unlearned(kind, bytes),
@@ -78,19 +95,28 @@ impl Planner {
         };
         match plan {
             Plan::Write(_) | Plan::Convert(_) if self.superseded => Plan::Refuse(Refusal::Superseded),
+            Plan::Write(bytes) => {
+                if matches!(self.want, Want::Learn { .. }) {
+                    self.own.truncate(OWN);
+                    self.own.push_front(hash(&bytes));
+                }
+                Plan::Write(bytes)
+            }
             plan => plan,
         }
     }
 
-    fn adopt(&mut self, found: Option<WantedEntry>) {
+    fn adopt(&mut self, found: Option<WantedEntry>, from: &[u8]) {
         let Some(found) = found else { return };
         let news = match &self.learned {
             None => true,
-            Some(known) => !self.scanning && !edit::same(known.text(), found.text()),
+            Some(known) => {
+                self.news && !edit::same(known.text(), found.text()) && !self.own.contains(&hash(from))
+            }
         };
         if news {
             tracing::info!(plugin = found.plugin(), entry = found.text(), "learned the mesh's CNI entry");
-            self.changed |= self.learned.is_some() || self.scanning;
+            self.changed = true;
             self.learned = Some(found);
         }
     }
@@ -152,11 +178,22 @@ mod tests {
         let (one, two) = (list(r#",{"type":"linkerd-cni","v":1}"#), list(r#",{"type":"linkerd-cni","v":2}"#));
         planner.plan(FileKind::Conflist, one.as_bytes());
         assert!(is_write(&planner.plan(FileKind::Conflist, two.as_bytes())));
-        planner.scanning = false;
+        planner.news = true;
         planner.changed = false;
         assert!(matches!(planner.plan(FileKind::Conflist, two.as_bytes()), Plan::Leave(_)));
         assert!(planner.changed);
-        assert!(is_write(&planner.plan(FileKind::Conflist, one.as_bytes())) || planner.wanted().is_some());
+        // What this agent wrote with the older entry is not news when its event comes late.
+        let mut planner = learner();
+        planner.plan(FileKind::Conflist, one.as_bytes());
+        let Plan::Write(own) = planner.plan(FileKind::Conflist, list("").as_bytes()) else {
+            panic!("no write")
+        };
+        planner.news = true;
+        planner.plan(FileKind::Conflist, two.as_bytes());
+        assert!(is_write(&planner.plan(FileKind::Conflist, &own)));
+        // The installer goes back to the older one.
+        let back = format!(" {one}");
+        assert!(matches!(planner.plan(FileKind::Conflist, back.as_bytes()), Plan::Leave(_)));
     }
 
     #[test]
