@@ -237,7 +237,7 @@ async fn clean_up(removal: &Removal) {
     match uninstall(removal).await {
         Ok(report) if report.complete() => tracing::info!("CNI entry, kubeconfig and plugin removed"),
         Ok(report) => {
-            tracing::warn!(?report, "CNI cleanup is incomplete; `nobypass cni uninstall` can finish it")
+            tracing::warn!(?report, "CNI cleanup is incomplete; `nobypass cni uninstall` can finish it");
         }
         Err(error) => tracing::warn!(%error, "no CNI cleanup; `nobypass cni uninstall` can do it later"),
     }

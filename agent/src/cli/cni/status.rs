@@ -177,8 +177,7 @@ fn table(rows: &[[String; 7]]) -> String {
     }
     let mut text = String::new();
     for row in rows {
-        let line: String =
-            row.iter().zip(widths).map(|(cell, width)| format!("{:<width$}  ", cell)).collect();
+        let line: String = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}  ")).collect();
         text.push_str(line.trim_end());
         text.push('\n');
     }
