@@ -3,6 +3,7 @@
 mod agent;
 mod cleanup;
 mod client;
+mod cni;
 mod events;
 pub mod exit;
 mod mode;
@@ -62,6 +63,8 @@ enum Command {
     /// Prove that the hooks see a connection (run by the agent)
     #[command(name = crate::bpf::selftest::CHILD, hide = true)]
     Canary,
+    /// Look at, patch and clean up the node's CNI configuration
+    Cni(cni::Cni),
     /// Print the version
     Version,
 }
@@ -91,6 +94,7 @@ pub fn main() -> Exit {
             crate::bpf::selftest::child();
             Exit::Ok
         }
+        Command::Cni(command) => cni::main(&command),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }
