@@ -43,6 +43,7 @@ pub fn watch() -> std::io::Result<()> {
                 if CAME.swap(number, Ordering::Relaxed) != 0 {
                     end_now(number);
                 }
+                eprintln!("\ndemo: cleaning up; once more ends it at once");
             }
         });
     });
