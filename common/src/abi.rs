@@ -303,7 +303,7 @@ const _: () = {
     assert!(size_of::<PodCounters>() == 8 * (COUNTERS + 6));
     assert!(size_of::<Event>() == 88);
     assert!(size_of::<CgroupRecord>() == 24 + CGROUP_PATH_MAX);
-    assert!(core::mem::offset_of!(CgroupRecord, path) % 8 == 0 && CGROUP_PATH_MAX % 8 == 0);
+    assert!(core::mem::offset_of!(CgroupRecord, path).is_multiple_of(8) && CGROUP_PATH_MAX.is_multiple_of(8));
     assert!(CGROUP_PATH_MAX >= 8 * PREFIX_WORDS);
     assert!(size_of::<PortKey>() == 8);
     assert!(size_of::<CidrKey>() == 24);

@@ -14,21 +14,27 @@ use super::error::BpfError;
 use super::pins::PinDir;
 use crate::sys::clock::monotonic_ns;
 
+/// Bytes of a key or value.
+#[expect(clippy::cast_possible_truncation, reason = "a few hundred bytes at most")]
+const fn size<T>() -> u32 {
+    size_of::<T>() as u32
+}
+
 /// Maps that are pinned: name, key size, value size (0: none of one's own).
 pub const PINNED: [(&str, u32, u32); 14] = [
-    ("CONFIG", 4, size_of::<Config>() as u32),
+    ("CONFIG", 4, size::<Config>()),
     ("HEARTBEAT", 4, 8),
-    ("POLICY", 8, size_of::<PodPolicy>() as u32),
-    ("COUNTERS", 8, size_of::<PodCounters>() as u32),
-    ("TOTALS", 4, size_of::<PodCounters>() as u32),
-    ("EXEMPT_PORTS", 4 + size_of::<PortKey>() as u32, 1),
-    ("EXEMPT_CIDRS", 4 + size_of::<CidrKey>() as u32, 1),
-    ("EXEMPT_IDS", size_of::<IdKey>() as u32, 1),
+    ("POLICY", 8, size::<PodPolicy>()),
+    ("COUNTERS", 8, size::<PodCounters>()),
+    ("TOTALS", 4, size::<PodCounters>()),
+    ("EXEMPT_PORTS", 4 + size::<PortKey>(), 1),
+    ("EXEMPT_CIDRS", 4 + size::<CidrKey>(), 1),
+    ("EXEMPT_IDS", size::<IdKey>(), 1),
     ("NODE_ADDRS", 16, 1),
-    ("NAMES", 8, size_of::<PodName>() as u32),
+    ("NAMES", 8, size::<PodName>()),
     ("EVENTS", 0, 0),
     ("CGROUPS", 0, 0),
-    ("SCRATCH", 4, size_of::<nobypass_common::abi::CgroupRecord>() as u32),
+    ("SCRATCH", 4, size::<nobypass_common::abi::CgroupRecord>()),
     ("SYN_MARKS", 4, 4),
 ];
 

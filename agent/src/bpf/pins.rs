@@ -72,7 +72,7 @@ impl PinDir {
 
     /// The part of `--bpf-dir` that exists.
     fn existing(&self) -> &Path {
-        self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+        self.base.ancestors().find(|path| path.exists()).unwrap_or_else(|| Path::new("/"))
     }
 
     /// Checks that the directory can hold pins, whether it exists or not.
