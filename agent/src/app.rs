@@ -6,13 +6,13 @@
 mod keep;
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nobypass_common::abi::{CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, Config as KernelConfig};
 use nobypass_common::ids::{CgroupChange, Mode, UnknownPolicy};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
@@ -44,6 +44,10 @@ use crate::telemetry::{self, BadFilter};
 
 /// How often missing pod cgroups are looked for.
 const WAIT: Duration = Duration::from_secs(1);
+/// How often, and how long, a socket in use is waited for.
+const SOCKET_TRIES: u32 = 10;
+/// See [`SOCKET_TRIES`].
+const SOCKET_PAUSE: Duration = Duration::from_millis(50);
 /// Cgroup events on their way to the keeper.
 const CGROUP_QUEUE: usize = 4096;
 /// Pod updates, hints and reports on their way.
@@ -183,7 +187,7 @@ impl Agent<'_> {
         context: &Arc<Context>,
     ) -> Result<SocketFile, AppError> {
         let socket = &self.config.socket;
-        let (unix, file) = bind_socket(socket).map_err(|source| AppError::Listen {
+        let (unix, file) = bind_patiently(socket).await.map_err(|source| AppError::Listen {
             at: socket.display().to_string(),
             remedy: match source.kind() {
                 ErrorKind::AddrInUse => {
@@ -250,6 +254,7 @@ impl Agent<'_> {
             }
             Err(error) => return Err(AppError::Task { task: "selftest", why: format!(": {error}") }),
         }
+        kernel.replace_others()?;
         show_hooks(&kernel, &context.health);
         let _ = context.maps.set(Maps::open(&dir)?);
         Ok((kernel, keeper))
@@ -294,6 +299,19 @@ impl Agent<'_> {
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
+}
+
+/// As [`bind_socket`], waiting a moment for a socket that answers: an agent that was just killed may have a child that
+/// has not run its program yet and holds the socket until then.
+async fn bind_patiently(path: &Path) -> std::io::Result<(UnixListener, SocketFile)> {
+    for _ in 0..SOCKET_TRIES {
+        match bind_socket(path) {
+            Err(error) if error.kind() == ErrorKind::AddrInUse => {}
+            other => return other,
+        }
+        tokio::time::sleep(SOCKET_PAUSE).await;
+    }
+    bind_socket(path)
 }
 
 /// The programs' settings, but for the parents.

@@ -108,9 +108,9 @@ fn look_after(kernel: &mut Kernel, health: &Health, before: &mut Vec<Hook>) -> R
             let parents = kernel.parents().to_vec();
             kernel.set_parents(&parents)?;
         }
-        if lost.iter().any(|hook| Hook::TRACEPOINT.contains(hook)) {
-            kernel.attach_tracepoints()?;
-        }
+        let tracepoints: Vec<Hook> =
+            lost.iter().filter(|hook| Hook::TRACEPOINT.contains(hook)).copied().collect();
+        kernel.attach_tracepoints(&tracepoints)?;
     }
     *before = lost;
     show_hooks(kernel, health);

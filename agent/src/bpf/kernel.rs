@@ -24,6 +24,11 @@ use super::maps::{Maps, PER_POD, PINNED};
 use super::pins::PinDir;
 use crate::sys::bpf as raw;
 
+/// What the verifier writes down when it refuses a program. aya asks for it in a second attempt, after any failure: with
+/// no level the kernel answers that attempt with `EINVAL`, which hides the reason, and which fails a load that a signal
+/// interrupted (`EAGAIN`).
+pub const LOG_LEVEL: VerifierLogLevel = VerifierLogLevel::DEBUG;
+
 /// A cgroup whose descendants are pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
@@ -122,12 +127,21 @@ impl Kernel {
         };
         kernel.maps.beat()?;
         kernel.set_parents(parents)?;
-        kernel.attach_tracepoints()?;
-        let old = kernel.dir.remove_others()?;
+        kernel.attach_tracepoints(&Hook::TRACEPOINT)?;
+        Ok(kernel)
+    }
+
+    /// Removes the pins of other versions, whose programs have worked beside these until now. To be called once these
+    /// are proven to work.
+    ///
+    /// # Errors
+    /// [`BpfError::Pin`].
+    pub fn replace_others(&self) -> Result<(), BpfError> {
+        let old = self.dir.remove_others()?;
         if old > 0 {
             tracing::info!(pins = old, "removed the pins of another version");
         }
-        Ok(kernel)
+        Ok(())
     }
 
     /// Detaches what [`Kernel::start`] attached, because it turned out not to work. What was adopted stays as it was.
@@ -272,12 +286,12 @@ impl Kernel {
         pin_link(link, &pin)
     }
 
-    /// Attaches to the tracepoints, which are optional.
+    /// Attaches to these tracepoints, which are optional. One program attaches to a tracepoint once.
     ///
     /// # Errors
     /// [`BpfError::Pin`].
-    pub fn attach_tracepoints(&mut self) -> Result<(), BpfError> {
-        for hook in Hook::TRACEPOINT {
+    pub fn attach_tracepoints(&mut self, hooks: &[Hook]) -> Result<(), BpfError> {
+        for hook in hooks.iter().copied() {
             if self.is_degraded(hook) {
                 continue;
             }
@@ -375,7 +389,7 @@ fn with_parents(mut config: Config, parents: &[Parent]) -> Config {
 
 fn load_object(dir: &PinDir, max_pods: u32) -> Result<Ebpf, BpfError> {
     let mut loader = EbpfLoader::new();
-    loader.verifier_log_level(VerifierLogLevel::DISABLE);
+    loader.verifier_log_level(LOG_LEVEL);
     for (name, _, _) in PINNED {
         loader.map_pin_path(name, dir.map(name));
     }
@@ -528,7 +542,8 @@ fn explain_refusal(
     parent: &Parent,
     source: ProgramError,
 ) -> BpfError {
-    if super::error::is_permission_denied(&source) {
+    let denied = super::error::is_denied(&source);
+    if denied {
         for ancestor in parent.path.ancestors() {
             let Ok(cgroup) = File::open(ancestor) else { break };
             let Ok(attached) = raw::attached(cgroup.as_fd(), attach_type, false) else { break };
@@ -548,7 +563,7 @@ fn explain_refusal(
         hook: hook.label(),
         cgroup: parent.path.clone(),
         source: Box::new(Chain(Box::new(source))),
-        remedy: BpfError::NEEDS_CAPS.into(),
+        remedy: if denied { BpfError::NEEDS_CAPS } else { BpfError::NEEDS_KERNEL }.into(),
     }
 }
 

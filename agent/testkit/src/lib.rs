@@ -4,6 +4,7 @@
 //! process, child processes die with it, and cgroups are removed when their guard is dropped.
 
 pub mod cgroup;
+pub mod foreign;
 pub mod images;
 pub mod netns;
 pub mod node;

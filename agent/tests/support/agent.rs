@@ -178,9 +178,15 @@ impl Agent {
     }
 
     /// SIGTERM, and how it ended.
-    pub fn terminate(mut self) -> ExitStatus {
+    pub fn terminate(self) -> ExitStatus {
+        self.terminate_and_log().0
+    }
+
+    /// SIGTERM, how it ended, and its log.
+    pub fn terminate_and_log(mut self) -> (ExitStatus, String) {
         self.proc.terminate().unwrap();
-        self.proc.wait(wait::HANG).unwrap()
+        let status = self.proc.wait(wait::HANG);
+        (status.unwrap_or_else(|error| panic!("{error}: {}", self.log())), self.log())
     }
 
     /// Waits for its own end.
