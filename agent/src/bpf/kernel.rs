@@ -438,7 +438,7 @@ mod tests {
 
     fn parent(below_root: &str, level: u32, cgroup_id: u64) -> Parent {
         Parent {
-            path: Path::new("/sys/fs/cgroup").join(&below_root[1..]),
+            path: PathBuf::from("/sys/fs/cgroup").join(&below_root[1..]),
             below_root: below_root.into(),
             level,
             cgroup_id,
