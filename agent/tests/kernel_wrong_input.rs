@@ -32,8 +32,8 @@ const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
 const HOOKS: [AttachType; 4] =
     [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
 const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
-/// Pins of a complete start with one parent: 14 maps, 4 links to it and 2 to the tracepoints.
-const PINS: usize = 20;
+/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
+const PINS: usize = 21;
 
 /// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
 struct Machine {
