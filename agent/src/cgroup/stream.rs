@@ -74,6 +74,12 @@ impl CgroupSender {
         self.shared.wake.notify_one();
     }
 
+    /// Events that did not fit, so far.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.shared.dropped.load(Ordering::Relaxed)
+    }
+
     /// Waits until nobody listens any more.
     pub async fn closed(&self) {
         self.items.closed().await;
