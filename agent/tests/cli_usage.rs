@@ -1,5 +1,7 @@
 //! The command line as scripts and people meet it, without any privilege.
 
+#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
