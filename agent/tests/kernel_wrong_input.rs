@@ -644,3 +644,37 @@ fn the_kubelet_may_come_later_also_on_a_node_that_is_itself_a_container() {
         agent.until("the pod's end", |agent| (!sees_pod(agent, id)).then_some(()));
     }
 }
+
+#[test]
+fn preflight_foretells_what_the_agent_will_say() {
+    let machine = Machine::new();
+    let all = machine.nobypass(&["preflight"]);
+    assert_eq!(all.code, Some(0), "{}{}", all.out, all.err);
+    assert!(!all.out.contains("FAIL") && !all.out.contains("warn"), "{}", all.out);
+    let attached = all.out.lines().filter(|line| line.contains("loads and attaches")).count();
+    assert_eq!(attached, HOOKS.len(), "{}", all.out);
+
+    let failing = |mounts: &Mounts, program: &[&str]| {
+        let (first, rest) = program.split_first().unwrap();
+        let mut command = mounts.command(first);
+        command.args(rest).args(["preflight", "-o", "json"]);
+        let ended = run(command);
+        let checks: Vec<serde_json::Value> = serde_json::from_str(&ended.out).unwrap();
+        let failed =
+            checks.iter().filter(|check| check["level"] == "fail").map(|check| check["name"].to_string());
+        (ended.code, failed.collect::<Vec<_>>(), ended.out)
+    };
+    let (code, failed, out) = failing(&Mounts::with("true"), &[BIN]);
+    assert_eq!((code, failed), (Some(69), vec!["\"bpffs\"".to_owned()]), "{out}");
+    let without =
+        Mounts::with(&format!("mount -t bpf bpf /sys/fs/bpf; umount {}", v2_root().unwrap().display()));
+    let (code, failed, out) = failing(&without, &[BIN]);
+    assert_eq!((code, failed), (Some(69), vec!["\"cgroup2\"".to_owned()]), "{out}");
+    assert!(out.contains("systemd.unified_cgroup_hierarchy=1"), "{out}");
+    let (code, failed, out) =
+        failing(&machine.mounts, &["setpriv", "--bounding-set", "-perfmon,-sys_admin", BIN]);
+    assert_eq!(code, Some(69), "{out}");
+    assert_eq!(failed, ["\"capabilities\"", "\"program egress\""], "{out}");
+    assert!(out.contains("missing CAP_PERFMON"), "{out}");
+    machine.nothing_is_left();
+}
