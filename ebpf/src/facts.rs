@@ -1,7 +1,7 @@
 //! What the decision table asks of the kernel.
 
 use aya_ebpf::EbpfContext as _;
-use aya_ebpf::bindings::{__sk_buff, bpf_sock};
+use aya_ebpf::bindings::{__sk_buff, bpf_sock, bpf_tcp_sock};
 use aya_ebpf::helpers::generated::{bpf_sk_storage_get, bpf_skb_ancestor_cgroup_id};
 use aya_ebpf::helpers::{bpf_get_socket_uid, bpf_ktime_get_ns, bpf_sk_fullsock, bpf_tcp_sock};
 use aya_ebpf::maps::lpm_trie::Key;
@@ -20,6 +20,9 @@ use crate::maps::{EXEMPT_CIDRS, EXEMPT_IDS, EXEMPT_PORTS, NODE_ADDRS, SYN_MARKS}
 pub const MARK_HELD: u32 = 1;
 pub const MARK_DROPPED: u32 = 2;
 pub const MARK_COUNTED: u32 = 3;
+
+/// `SOCK_STREAM`; 1 everywhere but on MIPS.
+const SOCK_STREAM: u32 = 1;
 
 /// `BPF_SK_STORAGE_GET_F_CREATE`.
 const CREATE: u64 = 1;
@@ -52,10 +55,26 @@ impl SkbFacts {
         if sk.is_null() { None } else { Some(sk) }
     }
 
+    /// The TCP socket, if the packet is of one.
+    ///
+    /// `bpf_tcp_sock` goes by the protocol alone, which a raw socket may have as well: what it would read there is no
+    /// TCP state but other memory.
+    #[inline(always)]
+    fn tcp_socket(&self) -> Option<(*mut bpf_sock, *mut bpf_tcp_sock)> {
+        let sk = self.socket()?;
+        // SAFETY: a full socket.
+        if unsafe { core::ptr::read_volatile(&raw const (*sk).type_) } != SOCK_STREAM {
+            return None;
+        }
+        // SAFETY: a full socket.
+        let tcp = unsafe { bpf_tcp_sock(sk) };
+        if tcp.is_null() { None } else { Some((sk, tcp)) }
+    }
+
     /// Marks the socket of a TCP SYN, so that its retransmits are judged but never counted twice.
     #[inline(always)]
     pub fn remember(&self, mark: u32) {
-        let Some(sk) = self.socket() else { return };
+        let Some((sk, _)) = self.tcp_socket() else { return };
         let value = mark_of(sk, CREATE);
         if !value.is_null() {
             // SAFETY: not null, and four bytes long.
@@ -73,7 +92,7 @@ impl Facts for SkbFacts {
 
     #[inline(always)]
     fn socket_destination(&mut self) -> Option<Address> {
-        let sk = self.socket()?;
+        let (sk, _) = self.tcp_socket()?;
         // The packet's family decides: an AF_INET6 socket has valid IPv4 fields only while it speaks IPv4.
         // `read_volatile` keeps each access a plain 4-byte one, which is all the verifier allows here.
         // SAFETY: a full socket.
@@ -133,12 +152,7 @@ impl Facts for SkbFacts {
 impl SkbFacts {
     #[inline(always)]
     fn find_origin(&self) -> SynOrigin {
-        let Some(sk) = self.socket() else { return SynOrigin::Raw };
-        // SAFETY: a full socket.
-        let tcp = unsafe { bpf_tcp_sock(sk) };
-        if tcp.is_null() {
-            return SynOrigin::Raw;
-        }
+        let Some((sk, tcp)) = self.tcp_socket() else { return SynOrigin::Raw };
         // SAFETY: not null.
         if unsafe { core::ptr::read_volatile(&raw const (*tcp).total_retrans) } == 0 {
             return SynOrigin::First;
