@@ -16,10 +16,13 @@ use nobypass_common::verdict::{Facts, Packet, SynOrigin};
 
 use crate::maps::{EXEMPT_CIDRS, EXEMPT_IDS, EXEMPT_PORTS, NODE_ADDRS, SYN_MARKS};
 
-/// Values of `SYN_MARKS`: what happened to a socket's earlier SYN. No mark: it passed and was counted.
+/// Lower bits of a value of `SYN_MARKS`: what happened to the connection's earlier SYN. No mark: it passed and was
+/// counted.
 pub const MARK_HELD: u32 = 1;
 pub const MARK_DROPPED: u32 = 2;
 pub const MARK_COUNTED: u32 = 3;
+/// The other bits are those of the SYN's sequence number: a socket can connect again, and is another connection then.
+const MARK_SEQUENCE: u32 = !3;
 
 /// `SOCK_STREAM`; 1 everywhere but on MIPS.
 const SOCK_STREAM: u32 = 1;
@@ -74,11 +77,11 @@ impl SkbFacts {
     /// Marks the socket of a TCP SYN, so that its retransmits are judged but never counted twice.
     #[inline(always)]
     pub fn remember(&self, mark: u32) {
-        let Some((sk, _)) = self.tcp_socket() else { return };
+        let Some((sk, tcp)) = self.tcp_socket() else { return };
         let value = mark_of(sk, CREATE);
         if !value.is_null() {
-            // SAFETY: not null, and four bytes long.
-            unsafe { *value = mark };
+            // SAFETY: neither is null, and the value is four bytes long.
+            unsafe { *value = sequence(tcp) | mark };
         }
     }
 }
@@ -153,21 +156,32 @@ impl SkbFacts {
     #[inline(always)]
     fn find_origin(&self) -> SynOrigin {
         let Some((sk, tcp)) = self.tcp_socket() else { return SynOrigin::Raw };
+        let mark = mark_of(sk, 0);
+        // SAFETY: not null, and four bytes long.
+        let mark = if mark.is_null() { 0 } else { unsafe { *mark } };
+        if mark & !MARK_SEQUENCE != 0 && mark & MARK_SEQUENCE == sequence(tcp) {
+            // Also where the kernel calls it no retransmit: a fast-open SYN that was dropped is repeated at once,
+            // without its data (`tcp_send_syn_data` in the kernel's net/ipv4/tcp_output.c).
+            return match mark & !MARK_SEQUENCE {
+                MARK_HELD => SynOrigin::RetryOfHeld,
+                MARK_DROPPED => SynOrigin::RetryOfDropped,
+                _ => SynOrigin::Retry,
+            };
+        }
         // SAFETY: not null.
         if unsafe { core::ptr::read_volatile(&raw const (*tcp).total_retrans) } == 0 {
-            return SynOrigin::First;
-        }
-        let mark = mark_of(sk, 0);
-        if mark.is_null() {
-            return SynOrigin::Retry;
-        }
-        // SAFETY: not null, and four bytes long.
-        match unsafe { *mark } {
-            MARK_HELD => SynOrigin::RetryOfHeld,
-            MARK_DROPPED => SynOrigin::RetryOfDropped,
-            _ => SynOrigin::Retry,
+            SynOrigin::First
+        } else {
+            SynOrigin::Retry
         }
     }
+}
+
+/// The sequence number of a socket's SYN as marks have it.
+#[inline(always)]
+fn sequence(tcp: *mut bpf_tcp_sock) -> u32 {
+    // SAFETY: not null, by the callers. Until the SYN is answered, it is what is not acknowledged.
+    unsafe { core::ptr::read_volatile(&raw const (*tcp).snd_una) & MARK_SEQUENCE }
 }
 
 /// A socket's mark, null where it has none. aya's wrapper takes only `connect` contexts.
