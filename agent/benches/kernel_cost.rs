@@ -41,6 +41,8 @@ fn cases() -> Vec<Case> {
     let non_tcp = |case| Case { flags: CONFIG_JUDGE_NON_TCP, ..case };
     let (meshed, exempt) = (PodKind::Meshed, PodKind::Exempt);
     let (not_judged, raw) = (Some(Counter::NotJudged), Some(Counter::BypassRaw));
+    // As long as a DNS question or a QUIC packet at least is.
+    let datagram = [udp(5000), vec![0; 24]].concat();
     vec![
         case("established TCP, IPv4", v4(6, &tcp(ACK, 8080)), meshed, None, Some(15)),
         case("established TCP, IPv6", v6(6, &tcp(ACK, 8080)), meshed, None, Some(15)),
@@ -54,9 +56,10 @@ fn cases() -> Vec<Case> {
             Some(Counter::Unknown),
             None,
         ),
-        case("UDP, not judged", v4(17, &udp(5000)), meshed, None, None),
-        non_tcp(case("UDP, judged", v4(17, &udp(5000)), meshed, Some(Counter::Udp), None)),
-        non_tcp(case("UDP, judged, pod not meshed", v4(17, &udp(5000)), exempt, None, None)),
+        case("UDP, not judged", v4(17, &datagram), meshed, None, None),
+        case("UDP, not judged, IPv6", v6(17, &datagram), meshed, None, None),
+        non_tcp(case("UDP, judged", v4(17, &datagram), meshed, Some(Counter::Udp), None)),
+        non_tcp(case("UDP, judged, pod not meshed", v4(17, &datagram), exempt, None, None)),
     ]
 }
 

@@ -8,6 +8,7 @@
 mod support {
     #![allow(dead_code, reason = "each test target uses its part")]
     pub mod lab;
+    pub mod model;
     pub mod packets;
 }
 
@@ -18,16 +19,19 @@ use nobypass_common::abi::{
     POD_EXEMPT_PORTS, POD_GAP_DROP, POD_GAP4, POD_GAP6, POD_INBOUND_DROP, POD_NON_TCP_DROP, POD_PROXY_MARK,
     POD_QUIC_DROP, PodPolicy, PortKey,
 };
-use nobypass_common::headers::{Address, Kind, address, address4, parse};
+use nobypass_common::headers::{address, address4};
 use nobypass_common::ids::{COUNTERS, Counter, Mode, PodKind, UnknownPolicy};
-use nobypass_common::verdict::{self, Facts, Judgement, Packet, Pod, Settings, SynOrigin};
+use nobypass_common::verdict::Settings;
 use nobypass_testkit::bpf::{ETHERNET, Skb};
 use support::lab::{DEVICE, Lab};
+use support::model::on_the_host;
 use support::packets::{
-    ACK, FROM4, FROM6, SYN, TO4, TO6, ethernet, extension, tcp, udp, v4, v4_to, v6, v6_to,
+    ACK, FROM4, FROM6, Noise, SYN, TO4, TO6, ethernet, extension, tcp, udp, v4, v4_to, v6, v6_to,
 };
 
 const OUT: Skb = Skb { ifindex: DEVICE, mark: 0 };
+/// ff02::fb
+const MULTICAST6: [u8; 16] = [0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xfb];
 const LO: Skb = Skb { ifindex: 1, mark: 0 };
 
 /// One at a time: the process has one cgroup.
@@ -241,7 +245,7 @@ fn switches_and_exemptions_of_a_pod() {
         let mark = PodPolicy { mark: 0x1337, mark_mask: 0xffff, ..with(POD_PROXY_MARK) };
         let proxy = PodPolicy { proxy_cgroup: app, ..meshed };
         let uid = PodPolicy { proxy_uid: 0, ..meshed };
-        let cases: [(&str, PodPolicy, &[u8], Skb, bool, &[Counter]); 18] = [
+        let cases: [(&str, PodPolicy, &[u8], Skb, bool, &[Counter]); 19] = [
             ("proxy by mark", mark, &syn, marked, false, &[Counter::Proxy]),
             ("another mark", mark, &syn, Skb { mark: 0x1338, ..OUT }, true, &gap),
             ("a mark that means nothing", meshed, &syn, marked, true, &gap),
@@ -275,6 +279,14 @@ fn switches_and_exemptions_of_a_pod() {
                 "UDP switch, multicast",
                 with(POD_NON_TCP_DROP),
                 &v4_to([224, 0, 0, 251], 17, 0, 0, &udp(5353)),
+                out,
+                false,
+                &[Counter::Udp],
+            ),
+            (
+                "UDP switch, v6 multicast",
+                with(POD_NON_TCP_DROP),
+                &v6_to(MULTICAST6, 17, &udp(5353)),
                 out,
                 false,
                 &[Counter::Udp],
@@ -399,97 +411,6 @@ fn what_arrives_at_a_meshed_pod() {
         assert_run(lab, "kubelet's probe", ("nb_ingress", &syn, OUT), false, &ok);
         assert_run(lab, "kubelet's probe, v6", ("nb_ingress", &syn6, OUT), false, &ok);
     });
-}
-
-/// What the table may ask about the socket of a test run.
-struct RawSocket(Address);
-
-impl Facts for RawSocket {
-    fn now_ns(&mut self) -> u64 {
-        0
-    }
-    fn socket_destination(&mut self) -> Option<Address> {
-        Some(self.0)
-    }
-    fn ancestor(&mut self, _: u32) -> u64 {
-        0
-    }
-    fn uid(&mut self) -> u32 {
-        0
-    }
-    fn syn_origin(&mut self) -> SynOrigin {
-        SynOrigin::Raw
-    }
-    fn exempt(&mut self, _: &PodPolicy, _: &Packet) -> bool {
-        false
-    }
-    fn node_address(&mut self, _: &Address) -> bool {
-        false
-    }
-}
-
-/// The same table on the host.
-fn on_the_host(ip: &[u8], skb: Skb, config: Settings, policy: &PodPolicy) -> (bool, Vec<Counter>) {
-    let Some((family, addresses, transport)) = parse(&mut &*ip) else { return (false, vec![]) };
-    let packet = Packet { family, addresses, transport, ifindex: skb.ifindex, mark: skb.mark };
-    let judgement = match verdict::without_pod(&packet, config.flags) {
-        Some(judgement) => judgement,
-        None => verdict::egress(&packet, &config, Pod::Known(policy), &mut RawSocket(addresses.destination)),
-    };
-    let Judgement { verdict, drop, count, would_drop, .. } = judgement;
-    let mut counters = vec![];
-    if count {
-        counters.push(Counter::from_code(verdict.code()).unwrap());
-        if would_drop {
-            counters.push(WouldDrop);
-        }
-        if drop {
-            counters.push(if verdict.is_bypass() { BypassRawDropped } else { NonTcpDropped });
-        }
-        if verdict.is_bypass() {
-            counters.push(EventsSuppressed);
-        }
-    }
-    if matches!(packet.transport.kind, Kind::Icmp | Kind::Tcp) {
-        assert!(!drop && counters.is_empty(), "the host's table drops {:?}", packet.transport.kind);
-    }
-    (drop, counters)
-}
-
-/// Deterministic noise (xorshift64*).
-struct Noise(u64);
-
-impl Noise {
-    fn next(&mut self) -> u8 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 56) as u8
-    }
-
-    /// IP of `len` bytes: noise, but mostly with a first byte and a protocol that lead somewhere.
-    fn packet(&mut self, len: usize) -> Vec<u8> {
-        let mut ip: Vec<u8> = (0..len).map(|_| self.next()).collect();
-        let pick = |noise: &mut Self, from: &[u8]| from[usize::from(noise.next()) % from.len()];
-        if let Some(first) = ip.first_mut()
-            && self.next() % 8 > 0
-        {
-            *first = pick(self, &[0x45, 0x45, 0x46, 0x4f, 0x60, 0x60, 0x44, 0x50]);
-        }
-        let version = ip.first().map_or(0, |first| first >> 4);
-        if version == 4 && len > 9 && self.next() % 8 > 0 {
-            ip[9] = pick(self, &[1, 6, 6, 17, 132, 4]);
-            (ip[6], ip[7]) = if self.next() % 4 > 0 { (0x40, 0) } else { (ip[6], ip[7]) };
-        }
-        if version == 6 && len > 6 {
-            ip[6] = pick(self, &[0, 6, 6, 17, 43, 44, 51, 58, 60, 59, 135]);
-            // Extension headers that lead on, and are short.
-            for at in (40..len).step_by(8).filter(|at| at + 1 < len) {
-                (ip[at], ip[at + 1]) = (pick(self, &[6, 6, 17, 44, 51, 60, 0]), self.next() % 2);
-            }
-        }
-        ip
-    }
 }
 
 /// Garbage of every length: the program in the kernel does what the table does on the host, to the counter.

@@ -67,3 +67,39 @@ pub fn udp(port: u16) -> Vec<u8> {
 pub fn extension(next: u8, bytes: [u8; 3]) -> Vec<u8> {
     vec![next, 0, bytes[0], bytes[1], bytes[2], 0, 0, 0]
 }
+
+/// Deterministic noise (xorshift64*).
+pub struct Noise(pub u64);
+
+impl Noise {
+    fn next(&mut self) -> u8 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d).to_be_bytes()[0]
+    }
+
+    /// IP of `len` bytes: noise, but mostly with a first byte and a protocol that lead somewhere.
+    pub fn packet(&mut self, len: usize) -> Vec<u8> {
+        let mut ip: Vec<u8> = (0..len).map(|_| self.next()).collect();
+        let pick = |noise: &mut Self, from: &[u8]| from[usize::from(noise.next()) % from.len()];
+        if let Some(first) = ip.first_mut()
+            && self.next() % 8 > 0
+        {
+            *first = pick(self, &[0x45, 0x45, 0x46, 0x4f, 0x60, 0x60, 0x44, 0x50]);
+        }
+        let version = ip.first().map_or(0, |first| first >> 4);
+        if version == 4 && len > 9 && self.next() % 8 > 0 {
+            ip[9] = pick(self, &[1, 6, 6, 17, 132, 4]);
+            (ip[6], ip[7]) = if self.next() % 4 > 0 { (0x40, 0) } else { (ip[6], ip[7]) };
+        }
+        if version == 6 && len > 6 {
+            ip[6] = pick(self, &[0, 6, 6, 17, 43, 44, 51, 58, 60, 59, 135]);
+            // Extension headers that lead on, and are short.
+            for at in (40..len).step_by(8).filter(|at| at + 1 < len) {
+                (ip[at], ip[at + 1]) = (pick(self, &[6, 6, 17, 44, 51, 60, 0]), self.next() % 2);
+            }
+        }
+        ip
+    }
+}
