@@ -3,6 +3,7 @@
 //!
 //! Each round runs every case and, right before it, the empty program; the figures are the differences. After `--`:
 //! `--against <object>` puts another build of the object into the same rounds, `--rounds <n>` and `--repeat <n>`.
+//! A median above its promise is exit code 1.
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark")]
 
@@ -14,6 +15,7 @@ mod support {
 }
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::process::ExitCode;
 
 use nobypass_common::abi::{CONFIG_JUDGE_NON_TCP, PodPolicy};
 use nobypass_common::ids::{Counter, PodKind};
@@ -99,7 +101,9 @@ fn number(name: &str, default: u32) -> u32 {
     option(name).map_or(default, |text| text.parse().unwrap())
 }
 
-fn measure(lab: &mut Lab, mut other: Option<&mut Lab>, rounds: u32, repeat: u32) {
+/// Prints the figures, and says whether every promise is kept.
+fn measure(lab: &mut Lab, mut other: Option<&mut Lab>, rounds: u32, repeat: u32) -> bool {
+    let mut kept = true;
     let (empty, cases) = (empty_program().unwrap(), cases());
     for pods in PODS {
         lab.fill(pods - 1);
@@ -120,32 +124,52 @@ fn measure(lab: &mut Lab, mut other: Option<&mut Lab>, rounds: u32, repeat: u32)
         }
         println!("{pods} pods, ns a packet over an empty program, {rounds} rounds of {repeat} packets");
         for (case, (ours, theirs)) in cases.iter().zip(samples) {
-            let against =
-                if theirs.is_empty() { String::new() } else { format!("   against {}", spread(theirs)) };
-            let promise = case.promise.map_or_else(String::new, |most| format!("   promised ≤ {most}"));
-            println!("  {:<32} {}{against}{promise}", case.name, spread(ours));
+            kept &= show(case, ours, theirs);
         }
+    }
+    kept
+}
+
+/// Prints a case's figures, and says whether its promise is kept.
+fn show(case: &Case, ours: Vec<i64>, theirs: Vec<i64>) -> bool {
+    let (ours, theirs) = (Spread::of(ours), (!theirs.is_empty()).then(|| Spread::of(theirs)));
+    let against = theirs.map_or_else(String::new, |theirs| format!("   against {theirs}"));
+    let kept = case.promise.is_none_or(|most| ours.median <= most);
+    let broken = if kept { "" } else { ": BROKEN" };
+    let promise = case.promise.map_or_else(String::new, |most| format!("   promised ≤ {most}{broken}"));
+    println!("  {:<32} {ours}{against}{promise}", case.name);
+    kept
+}
+
+/// Samples in short.
+struct Spread {
+    median: i64,
+    least: i64,
+    most: i64,
+}
+
+impl Spread {
+    fn of(mut samples: Vec<i64>) -> Self {
+        samples.sort_unstable();
+        Self { median: samples[samples.len() / 2], least: samples[0], most: samples[samples.len() - 1] }
     }
 }
 
-/// Median, and least and most.
-fn spread(mut samples: Vec<i64>) -> String {
-    samples.sort_unstable();
-    let (least, most) = (samples[0], samples[samples.len() - 1]);
-    format!("{:>4}  ({least}..{most})", samples[samples.len() / 2])
+impl std::fmt::Display for Spread {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:>4}  ({}..{})", self.median, self.least, self.most)
+    }
 }
 
-fn main() {
+fn main() -> ExitCode {
     let (rounds, repeat) = (number("--rounds", 9), number("--repeat", 1_000_000));
     let against = option("--against").map(|path| {
         let bytes = std::fs::read(&path);
         bytes.unwrap_or_else(|error| panic!("{path}: {error}"))
     });
-    with_lab(nobypass::bpf::OBJECT, |lab| match against {
-        None => measure(lab, None, rounds, repeat),
-        Some(object) => {
-            let mut other = lab.beside(&object);
-            measure(lab, Some(&mut other), rounds, repeat);
-        }
+    let kept = with_lab(nobypass::bpf::OBJECT, |lab| {
+        let mut other = against.map(|object| lab.beside(&object));
+        measure(lab, other.as_mut(), rounds, repeat)
     });
+    if kept { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
