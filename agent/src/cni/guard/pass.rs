@@ -64,8 +64,8 @@ impl Engine {
         for ((name, dirty), (outcome, at)) in due.iter().zip(outcomes) {
             self.note_outcome(&swapper, name, outcome, Some(dirty.noticed), at);
         }
-        self.note_links(&swapper, &names);
         self.swapper = Some(swapper);
+        self.note_links(&names);
     }
 
     /// What in-place writers wrote to displaced files.
@@ -206,7 +206,8 @@ impl Engine {
     }
 
     /// Keeps the list of links up to date.
-    fn note_links(&mut self, swapper: &Swapper, names: &[OsString]) {
+    fn note_links(&mut self, names: &[OsString]) {
+        let Some(swapper) = &self.swapper else { return };
         let before = self.files.links.clone();
         self.files.links.retain(|link| !names.contains(link));
         self.files.links.extend(names.iter().filter(|name| swapper.is_link(name)).cloned());
