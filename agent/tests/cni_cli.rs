@@ -23,7 +23,7 @@ fn run_with(env: &[(&str, &str)], args: &[&dyn AsRef<OsStr>]) -> Output {
         .env_clear()
         .envs(env.iter().copied())
         .arg("cni")
-        .args(args.iter().map(|arg| arg.as_ref()))
+        .args(args.iter().map(AsRef::as_ref))
         .output()
         .unwrap();
     Output {

@@ -1,6 +1,7 @@
 //! `nobypass cni`: the CNI half by itself. Needs no cluster, no eBPF, and for looking no root.
 
 mod plan;
+mod run;
 mod status;
 mod uninstall;
 
@@ -31,6 +32,8 @@ enum Command {
     Status(status::Status),
     /// Show as a diff what would be written; writes nothing
     Plan(plan::Args),
+    /// Keep the mesh's entry in every config of this node, and nothing else: no cluster and no eBPF needed
+    Run(run::Run),
     /// Take the entry, then the kubeconfig and the plugin binary off this node
     Uninstall(uninstall::Uninstall),
 }
@@ -64,6 +67,33 @@ enum Format {
     Json,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Mode {
+    /// Beside the mesh's installer: keep its entry in every config
+    Guard,
+    /// Instead of the mesh's installer: plugin binaries, kubeconfig and entry
+    Install,
+    /// Not at all
+    Off,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum RuntimeName {
+    /// The first file, or no network
+    Containerd,
+    /// The first file that can be loaded
+    Crio,
+}
+
+impl From<RuntimeName> for discover::Runtime {
+    fn from(name: RuntimeName) -> Self {
+        match name {
+            RuntimeName::Containerd => Self::Containerd,
+            RuntimeName::Crio => Self::Crio,
+        }
+    }
+}
+
 /// A message for standard error, and the exit code.
 type Failure = (Exit, String);
 
@@ -72,6 +102,7 @@ pub fn main(cni: &Cni) -> Exit {
     let done = match &cni.command {
         Command::Status(args) => status::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Run(args) => run::run(args),
         Command::Uninstall(args) => uninstall::run(args),
     };
     done.unwrap_or_else(|(exit, message)| fail(exit, &message))

@@ -21,6 +21,10 @@ pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 pub struct Contract {
     /// `CONTAINER_MOUNT_PREFIX`: where the host's directories are mounted.
     pub prefix: PathBuf,
+    /// The CNI directory as seen from here, where that is not its path below the prefix.
+    pub mounted_net: Option<PathBuf>,
+    /// The same for the plugins' directory.
+    pub mounted_bin: Option<PathBuf>,
     /// `DEST_CNI_NET_DIR`: the CNI directory's path on the host.
     pub net_dir: PathBuf,
     /// `DEST_CNI_BIN_DIR`: the plugins' directory on the host.
@@ -118,6 +122,8 @@ impl Contract {
         let ca = get("KUBE_CA_FILE").map_or_else(|| service_account.join("ca.crt"), PathBuf::from);
         Ok(Self {
             prefix: path("CONTAINER_MOUNT_PREFIX", "/host"),
+            mounted_net: None,
+            mounted_bin: None,
             net_dir: absolute("DEST_CNI_NET_DIR", "/etc/cni/net.d")?,
             bin_dir: absolute("DEST_CNI_BIN_DIR", "/opt/cni/bin")?,
             source_dir: path("CONTAINER_CNI_BIN_DIR", "/opt/cni/bin"),
@@ -132,12 +138,12 @@ impl Contract {
 
     /// The CNI directory, as seen from here.
     pub fn mounted_net_dir(&self) -> PathBuf {
-        under(&self.prefix, &self.net_dir)
+        self.mounted_net.clone().unwrap_or_else(|| under(&self.prefix, &self.net_dir))
     }
 
     /// The plugins' directory on the host, as seen from here.
     pub fn mounted_bin_dir(&self) -> PathBuf {
-        under(&self.prefix, &self.bin_dir)
+        self.mounted_bin.clone().unwrap_or_else(|| under(&self.prefix, &self.bin_dir))
     }
 
     /// The wanted entry, with the kubeconfig's path on the host filled in.

@@ -18,6 +18,7 @@ pub mod metrics;
 pub mod plan;
 pub mod put;
 pub mod refusal;
+pub mod run;
 pub mod runtime;
 mod scan;
 pub mod swap;

@@ -5,13 +5,16 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, RenameFlags};
 
 use super::edit;
 use super::entry::WantedEntry;
+use super::lock::{self, DirLock, MARK};
 use super::plan::{self, FileKind, Leave, Remove, list_name, original_name};
 use super::refusal::Refusal;
 use super::swap::{Outcome, SwapError, Swapper};
@@ -75,6 +78,14 @@ pub enum UninstallError {
         /// The system's answer.
         source: io::Error,
     },
+    /// An agent is at work there and would put everything back.
+    #[error("an agent (generation {generation}) still looks after {}: stop it first", path.display())]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+        /// The agent's number.
+        generation: u64,
+    },
 }
 
 /// What was done.
@@ -105,7 +116,9 @@ impl Report {
 /// Removes everything; can be run again after any interruption.
 pub async fn uninstall(removal: &Removal) -> Result<Report, UninstallError> {
     let mut report = Report::default();
-    let mut swapper = open(removal)?;
+    let (dir, mut swapper) = open(removal)?;
+    // Keeps an agent that starts now from writing in between.
+    let _lock = alone(removal, &dir).await?;
     // What an agent that was killed left behind.
     let mut without = |kind: FileKind, bytes: &[u8]| plan::unplan(kind, bytes, removal.which.remove());
     if let Err(error) = swapper.recover(&mut without) {
@@ -120,19 +133,39 @@ pub async fn uninstall(removal: &Removal) -> Result<Report, UninstallError> {
     swapper.settle_all(&mut without, &mut |_, _| {});
     report.remaining = remaining(removal, &refused)?;
     remove_files(removal, &mut report);
+    if report.complete() {
+        let _ = rustix::fs::unlinkat(&dir, MARK, AtFlags::empty()); // holds nothing but a number
+    }
     for dir in [Some(&removal.dir), removal.bin_dir.as_ref()].into_iter().flatten() {
         let _ = put::clean(dir); // a directory that is gone needs no cleaning
     }
     Ok(report)
 }
 
-fn open(removal: &Removal) -> Result<Swapper, UninstallError> {
+fn open(removal: &Removal) -> Result<(Arc<OwnedFd>, Swapper), UninstallError> {
     let failed = |source| UninstallError::Directory { path: removal.dir.clone(), source };
     let dir = File::open(&removal.dir).map_err(failed)?;
     if !dir.metadata().map_err(failed)?.is_dir() {
         return Err(failed(io::ErrorKind::NotADirectory.into()));
     }
-    Ok(Swapper::new(dir.into(), vec![removal.dir.clone(), removal.host.clone()]))
+    let again = dir.try_clone().map_err(failed)?;
+    let swapper = Swapper::new(dir.into(), vec![removal.dir.clone(), removal.host.clone()]);
+    Ok((Arc::new(again.into()), swapper))
+}
+
+/// Makes sure that no agent is at work in the directory, and keeps it so.
+async fn alone(removal: &Removal, dir: &Arc<OwnedFd>) -> Result<DirLock, UninstallError> {
+    let failed = |source| UninstallError::Directory { path: removal.dir.clone(), source };
+    loop {
+        if let Some(generation) = lock::holder(dir).map_err(failed)? {
+            return Err(UninstallError::Busy { path: removal.dir.clone(), generation });
+        }
+        // Another uninstall, or an agent that is just starting.
+        if let Some(lock) = DirLock::try_take(dir).map_err(failed)? {
+            return Ok(lock);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 fn names(removal: &Removal) -> Result<Vec<OsString>, UninstallError> {

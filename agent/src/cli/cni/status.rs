@@ -7,11 +7,9 @@ use std::time::SystemTime;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-use super::{Failure, Format, Wanted, Where, Which, contract, list, printable};
+use super::{Failure, Format, RuntimeName, Wanted, Where, Which, contract, list, printable};
 use crate::cli::exit::{Exit, print};
-use crate::cni::discover::{
-    ConfigFile, Delegate, Directory, EntryState, Look, MESH_PLUGINS, Role, Runtime, discover,
-};
+use crate::cni::discover::{ConfigFile, Delegate, Directory, EntryState, Look, MESH_PLUGINS, Role, discover};
 
 /// `nobypass cni status`.
 #[derive(Debug, clap::Args)]
@@ -28,14 +26,6 @@ pub struct Status {
     output: Format,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum RuntimeName {
-    /// The first file, or no network
-    Containerd,
-    /// The first file that can be loaded
-    Crio,
-}
-
 /// Runs it.
 pub fn run(args: &Status) -> Result<Exit, Failure> {
     let contract = contract()?;
@@ -44,11 +34,7 @@ pub fn run(args: &Status) -> Result<Exit, Failure> {
     let wanted = args.which.find(&contract, &listed)?;
     let fallback = args.which.cni_plugin.as_deref().unwrap_or(MESH_PLUGINS[0]);
     let look = wanted.as_ref().map_or(Look::Type(fallback), |wanted| Look::For(&wanted.entry));
-    let runtime = match args.cni_runtime {
-        RuntimeName::Containerd => Runtime::Containerd,
-        RuntimeName::Crio => Runtime::Crio,
-    };
-    let found = discover(&listed, runtime, look);
+    let found = discover(&listed, args.cni_runtime.into(), look);
     let text = match args.output {
         Format::Json => format!("{:#}\n", as_json(&dir, args.cni_runtime, &found, wanted.as_ref())),
         Format::Text => printable(&as_text(&dir, &found, wanted.as_ref())),
@@ -191,8 +177,7 @@ fn table(rows: &[[String; 7]]) -> String {
     }
     let mut text = String::new();
     for row in rows {
-        let line: String =
-            row.iter().zip(widths).map(|(cell, width)| format!("{:<width$}  ", cell)).collect();
+        let line: String = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}  ")).collect();
         text.push_str(line.trim_end());
         text.push('\n');
     }

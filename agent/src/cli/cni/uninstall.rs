@@ -3,10 +3,9 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::ValueEnum;
 use serde_json::json;
 
-use super::{Failure, Format, Where, Which, contract, printable, unreadable};
+use super::{Failure, Format, Mode, Where, Which, contract, printable, unreadable};
 use crate::cli::exit::{Exit, print};
 use crate::cni::uninstall::{self as removal, GRACE, Removal, Report, UninstallError};
 
@@ -36,17 +35,9 @@ pub struct Uninstall {
     output: Format,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Mode {
-    /// Beside the mesh's installer
-    Guard,
-    /// Instead of the mesh's installer
-    Install,
-}
-
 /// Runs it.
 pub fn run(args: &Uninstall) -> Result<Exit, Failure> {
-    if args.cni_mode == Mode::Guard {
+    if args.cni_mode != Mode::Install {
         return Ok(print(
             "nothing removed: in guard mode the entry, the kubeconfig and the binary are the mesh installer's. To remove \
              what nobypass installed, use --cni-mode=install\n",
@@ -77,9 +68,10 @@ pub fn run(args: &Uninstall) -> Result<Exit, Failure> {
         .enable_all()
         .build()
         .map_err(|error| (Exit::Failed, format!("cannot start: {error}")))?;
-    let report = runtime
-        .block_on(removal::uninstall(&removal))
-        .map_err(|UninstallError::Directory { source, .. }| unreadable(&dir, &source))?;
+    let report = runtime.block_on(removal::uninstall(&removal)).map_err(|error| match error {
+        UninstallError::Directory { source, .. } => unreadable(&dir, &source),
+        error @ UninstallError::Busy { .. } => (Exit::Failed, error.to_string()),
+    })?;
     let shown = match args.output {
         Format::Text => printable(&as_text(&report)),
         Format::Json => format!("{:#}\n", as_json(&report)),
