@@ -66,6 +66,8 @@ pub(super) struct Engine {
     /// Whether the newer agent is still there is looked at in the next pass.
     recheck: bool,
     not_before: Instant,
+    /// Descriptors ran out.
+    pub crowded: bool,
     next_scan: Instant,
     next_look: Instant,
 }
@@ -102,6 +104,7 @@ impl Engine {
             fresh: false,
             recheck: false,
             not_before: now,
+            crowded: false,
             next_scan: now,
             next_look: now,
         }

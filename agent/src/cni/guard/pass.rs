@@ -12,6 +12,8 @@ use super::files::Judged;
 
 /// When to look again at a file that could not be read or written.
 const RETRY: Duration = Duration::from_secs(5);
+/// When to try again after displaced files were closed early, for want of descriptors.
+const CROWDED: Duration = Duration::from_millis(100);
 /// When to look again at a file that others change faster than it can be patched.
 const CONTENDED: Duration = Duration::from_millis(5);
 
@@ -63,6 +65,10 @@ impl Engine {
         });
         for ((name, dirty), (outcome, at)) in due.iter().zip(outcomes) {
             self.note_outcome(&swapper, name, outcome, Some(dirty.noticed), at);
+        }
+        if std::mem::take(&mut self.crowded) {
+            let planner = &mut self.planner;
+            swapper.settle_all(&mut |kind, bytes| planner.plan(kind, bytes), &mut |_, _| {});
         }
         self.swapper = Some(swapper);
         self.note_links(&names);
@@ -142,8 +148,10 @@ impl Engine {
                 };
                 self.metrics.count("failed");
                 tracing::debug!(%error, "cannot patch a CNI config");
+                let retry = if refusal == Refusal::NoFiles { CROWDED } else { RETRY };
+                self.crowded |= refusal == Refusal::NoFiles;
                 self.note_refusal(swapper, name, refusal, at);
-                self.mark_dirty(name.to_owned(), at + RETRY, at, false);
+                self.mark_dirty(name.to_owned(), at + retry, at, false);
             }
         }
     }
