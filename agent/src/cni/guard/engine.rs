@@ -296,6 +296,9 @@ impl Engine {
     fn adopt(&mut self, dir: OwnedFd) {
         let mut swapper = Swapper::new(dir, vec![self.config.dir.clone(), self.config.host.clone()]);
         swapper.set_grace(self.config.grace);
+        if let Err(error) = swapper.sync_in_background() {
+            tracing::debug!(%error, "no thread for waiting for the disk; patches wait themselves");
+        }
         if let Some(seam) = self.config.seam.clone() {
             swapper.set_seam(Box::new(move |step| seam.before(step)));
         }

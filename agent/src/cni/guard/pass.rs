@@ -228,6 +228,7 @@ impl Engine {
     /// Before the end: removes displaced files that nobody has open.
     pub fn finish(mut self) {
         let Some(mut swapper) = self.swapper.take() else { return };
+        swapper.finish_sync();
         let planner = &mut self.planner;
         swapper.settle_all(&mut |kind, bytes| planner.plan(kind, bytes), &mut |name, outcome| {
             tracing::debug!(file = %name.display(), ?outcome, "settled at the end");
