@@ -66,6 +66,8 @@ pub(super) struct Engine {
     /// Whether the newer agent is still there is looked at in the next pass.
     recheck: bool,
     not_before: Instant,
+    /// Descriptors ran out.
+    pub crowded: bool,
     next_scan: Instant,
     next_look: Instant,
 }
@@ -102,6 +104,7 @@ impl Engine {
             fresh: false,
             recheck: false,
             not_before: now,
+            crowded: false,
             next_scan: now,
             next_look: now,
         }
@@ -293,6 +296,9 @@ impl Engine {
     fn adopt(&mut self, dir: OwnedFd) {
         let mut swapper = Swapper::new(dir, vec![self.config.dir.clone(), self.config.host.clone()]);
         swapper.set_grace(self.config.grace);
+        if let Err(error) = swapper.sync_in_background() {
+            tracing::debug!(%error, "no thread for waiting for the disk; patches wait themselves");
+        }
         if let Some(seam) = self.config.seam.clone() {
             swapper.set_seam(Box::new(move |step| seam.before(step)));
         }
