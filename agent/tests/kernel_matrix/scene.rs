@@ -1,5 +1,6 @@
 //! A meshed pod with an app and a proxy on a small network, and the measure of what one try did.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
@@ -23,8 +24,10 @@ pub const CLOSED: u16 = 9999;
 pub const OWN_PORT: u16 = 9000;
 /// The application's UID.
 pub const APP_UID: u32 = 1000;
-/// Below the second after which the kernel repeats a SYN.
+/// How long an application waits that waits in vain: less than the second after which the kernel repeats a SYN.
 pub const PATIENCE_MS: u64 = 300;
+/// How long one waits that is answered, on however slow a machine.
+const ANSWERED_MS: u64 = 20_000;
 /// What an application sees of a dropped SYN.
 pub const BLOCKED: &[&str] = &["TIMEOUT"];
 
@@ -76,6 +79,7 @@ impl Node {
 
     /// Runs one try and checks it.
     pub fn check(&self, name: &str, scene: &Scene, expected: &Expected, run: impl FnOnce() -> Report) {
+        scene.expect(expected);
         expected.check(name, &self.measure(scene, run));
     }
 
@@ -175,9 +179,8 @@ impl Expected {
 
     /// Fails with the difference.
     pub fn check(&self, name: &str, seen: &Seen) {
-        if let Some(difference) = self.differs(name, seen) {
-            panic!("{difference}");
-        }
+        let difference = self.differs(name, seen);
+        assert!(difference.is_none(), "{}", difference.unwrap_or_default());
     }
 }
 
@@ -193,6 +196,8 @@ pub fn saw(report: &Report) -> &str {
 pub struct Scene {
     /// What runs: the outside's server, the application's, the proxy.
     _running: Vec<Running>,
+    /// How long applications wait, ms.
+    patience: Cell<u64>,
     pub world: World,
     pub net: PodNet,
     pub pod: Pod,
@@ -228,11 +233,28 @@ impl Scene {
             proxy_uid,
             ..known
         };
-        Self { _running: running, world, net, pod, app, proxy, proxy_uid, id, policy }
+        Self {
+            _running: running,
+            patience: Cell::new(PATIENCE_MS),
+            world,
+            net,
+            pod,
+            app,
+            proxy,
+            proxy_uid,
+            id,
+            policy,
+        }
+    }
+
+    /// Makes the next tries as patient as what they will see allows.
+    pub fn expect(&self, expected: &Expected) {
+        let answered = !expected.saw.contains(&"TIMEOUT");
+        self.patience.set(if answered { ANSWERED_MS } else { PATIENCE_MS });
     }
 
     fn traffic(&self, cgroup: &Cgroup) -> Traffic {
-        Traffic::new().netns(&self.net.ns).cgroup(cgroup).option("timeout-ms", PATIENCE_MS)
+        Traffic::new().netns(&self.net.ns).cgroup(cgroup).option("timeout-ms", self.patience.get())
     }
 
     /// Of the application.
@@ -263,7 +285,7 @@ impl Scene {
 
     /// From outside.
     pub fn outside(&self) -> Traffic {
-        Traffic::new().netns(self.world.far()).option("timeout-ms", PATIENCE_MS)
+        Traffic::new().netns(self.world.far()).option("timeout-ms", self.patience.get())
     }
 
     /// All counters, and the SYNs outside.
