@@ -25,7 +25,7 @@ use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
 use crate::cgroup::path::parse_below;
 use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
-use crate::cgroup::stream::{CgroupSender, channel};
+use crate::cgroup::stream::{CgroupSender, Item, channel};
 use crate::cgroup::watch as inotify;
 use crate::cli::exit::Exit;
 use crate::cni;
@@ -38,7 +38,7 @@ use crate::pods::source::{Nudge, PodUpdate};
 use crate::policy::desired::Wishes;
 use crate::policy::keeper::text;
 use crate::policy::{Keeper, Snapshot};
-use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
+use crate::server::{Channel, Context, Health, SetMode, SocketFile, bind_socket, serve};
 use crate::sys::clock::wall;
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
@@ -327,10 +327,10 @@ impl Agent<'_> {
         let (updates, pod_updates) = mpsc::channel::<PodUpdate>(QUEUE);
         let ring = Ring::open(&dir, "CGROUPS")?;
         let traced = kernel.effective().iter().all(|(hook, on)| *on || !Hook::TRACEPOINT.contains(hook));
-        tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups.clone(), nudge));
         if !traced {
-            tasks.spawn(follow_inotify(parents.clone(), cgroups.clone()));
+            tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
+        tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
         let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
         options.endpoint.clone_from(&self.endpoint);
         let (source, state) = CriSource::new(options);
@@ -344,7 +344,7 @@ impl Agent<'_> {
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health, cgroups));
+        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
@@ -412,6 +412,7 @@ async fn follow_cgroups(
     parents: Vec<PodParent>,
     cgroups: CgroupSender,
     nudge: mpsc::Sender<Nudge>,
+    health: Arc<Health>,
 ) -> Ended {
     loop {
         let drained = ring
@@ -428,23 +429,45 @@ async fn follow_cgroups(
                     CgroupChange::Made => CgroupEventKind::Made,
                     CgroupChange::Removed => CgroupEventKind::Removed,
                 };
-                let pod = parents.iter().find_map(|parent| parse_below(&parent.rel, &path));
-                // A lost hint costs time only: the source also looks by itself.
-                if let Some(hint) = pod.and_then(|pod| Nudge::new(kind, pod)) {
-                    let _ = nudge.try_send(hint);
-                }
+                hint(&parents, &nudge, kind, &path);
                 cgroups.send(CgroupEvent { kind, id: notice.id, level: notice.level, path });
             })
             .await;
+        health.set_dropped(Channel::Cgroups, cgroups.dropped());
         if let Err(error) = drained {
             return ("cgroups", Err(error.to_string()));
         }
     }
 }
 
+/// Tells the pod source that it may have news of this cgroup's pod.
+fn hint(parents: &[PodParent], nudge: &mpsc::Sender<Nudge>, kind: CgroupEventKind, path: &str) {
+    let pod = parents.iter().find_map(|parent| parse_below(&parent.rel, path));
+    // A lost hint costs time only: the source also looks by itself.
+    if let Some(hint) = pod.and_then(|pod| Nudge::new(kind, pod)) {
+        let _ = nudge.try_send(hint);
+    }
+}
+
 /// The way to see cgroups where the tracepoints do not work.
-async fn follow_inotify(parents: Vec<PodParent>, cgroups: CgroupSender) -> Ended {
-    ("inotify", inotify::run(&parents, &cgroups).await.map_err(|error| error.to_string()))
+async fn follow_inotify(parents: Vec<PodParent>, cgroups: CgroupSender, nudge: mpsc::Sender<Nudge>) -> Ended {
+    let (seen, mut items) = channel(CGROUP_QUEUE);
+    let forward = async {
+        while let Some(item) = items.recv().await {
+            match item {
+                Item::Event(event) => {
+                    hint(&parents, &nudge, event.kind, &event.path);
+                    cgroups.send(event);
+                }
+                Item::Rescan => cgroups.rescan(),
+            }
+        }
+    };
+    let ended = tokio::select! {
+        ended = inotify::run(&parents, &seen) => ended.map_err(|error| error.to_string()),
+        () = forward => Ok(()),
+    };
+    ("inotify", ended)
 }
 
 /// Bypasses: into the log, and to whoever listens.

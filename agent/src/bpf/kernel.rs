@@ -127,6 +127,14 @@ impl Kernel {
         };
         kernel.maps.beat()?;
         kernel.set_parents(parents)?;
+        if !parents.iter().all(starts_at_the_root) {
+            for hook in Hook::TRACEPOINT {
+                kernel.degrade(
+                    hook,
+                    "the cgroup root is not the hierarchy's, from which its paths start".into(),
+                );
+            }
+        }
         kernel.attach_tracepoints(&Hook::TRACEPOINT)?;
         Ok(kernel)
     }
@@ -356,6 +364,12 @@ fn discard(dir: &PinDir) {
     }
 }
 
+/// Whether a parent's path is the one that the tracepoints show: from the hierarchy's real root.
+fn starts_at_the_root(parent: &Parent) -> bool {
+    let parts = parent.below_root.split('/').filter(|part| !part.is_empty()).count();
+    u32::try_from(parts).is_ok_and(|parts| parts == parent.level)
+}
+
 /// Settings with parents and levels filled in.
 fn with_parents(mut config: Config, parents: &[Parent]) -> Config {
     config.parents = Default::default();
@@ -438,7 +452,7 @@ mod tests {
 
     fn parent(below_root: &str, level: u32, cgroup_id: u64) -> Parent {
         Parent {
-            path: Path::new("/sys/fs/cgroup").join(&below_root[1..]),
+            path: PathBuf::from("/sys/fs/cgroup").join(&below_root[1..]),
             below_root: below_root.into(),
             level,
             cgroup_id,
@@ -456,6 +470,13 @@ mod tests {
         assert_eq!((two.level_count, &two.pod_levels[..4]), (3, &[4, 3, 2, 0][..]));
         let none = with_parents(two, &[]);
         assert_eq!((none.parent_count, none.level_count, none.pod_levels), (0, 0, [0; MAX_LEVELS]));
+    }
+
+    #[test]
+    fn a_root_that_starts_deeper_hides_the_paths_of_the_tracepoints() {
+        assert!(starts_at_the_root(&parent("/kubepods", 1, 10)));
+        assert!(starts_at_the_root(&parent("/kubelet/kubepods", 2, 10)));
+        assert!(!starts_at_the_root(&parent("/kubelet/kubepods", 4, 10)), "kind");
     }
 
     #[test]
