@@ -106,14 +106,11 @@ impl AppError {
     }
 }
 
-/// What the CNI half is told: where, and how.
-pub type CniSettings = (cni::guard::Config, cni::run::Mode);
-
 /// Runs the agent until it is told to stop; without `cni`, the CNI configuration is left alone.
 ///
 /// # Errors
 /// [`AppError`], each with what to do.
-pub fn run(config: &Config, cni: Option<CniSettings>) -> Result<(), AppError> {
+pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppError> {
     let level = telemetry::init(&config.log, config.log_format)?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "nobypass agent starts");
     let profiles = match &config.profiles {
@@ -156,10 +153,13 @@ type Ended = (&'static str, Result<(), String>);
 
 impl Agent<'_> {
     /// The CNI half starts first, since it needs nothing else, and ends last: what is under way is finished.
-    async fn run(self, cni: Option<CniSettings>) -> Result<(), AppError> {
+    async fn run(self, cni: Option<cni::run::Settings>) -> Result<(), AppError> {
         let (stop, stopping) = watch::channel(false);
         let metrics = self.cni_metrics.clone().unwrap_or_default();
-        let mut half = cni.map(|(config, mode)| tokio::spawn(cni::run::run(config, mode, metrics, stopping)));
+        let mut half = cni.map(|mut settings| {
+            settings.runtime.endpoint.clone_from(&self.endpoint);
+            tokio::spawn(cni::run::run(settings, metrics, stopping))
+        });
         let half_ends = async {
             match &mut half {
                 Some(half) => half.await,

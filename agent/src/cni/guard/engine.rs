@@ -418,6 +418,8 @@ impl Engine {
     pub fn was_unprotected(&mut self, name: &OsStr, since: Instant) {
         if self.summary.active.as_deref().is_none_or(|active| name <= active) {
             self.window.set(Protection::Unprotected, since);
+            // Even if the bytes are those of before: the runtime may have loaded what was there in between.
+            self.summary.version += 1;
         }
     }
 
