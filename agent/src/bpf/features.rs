@@ -85,7 +85,7 @@ fn capabilities(have: Capabilities) -> Check {
 }
 
 fn bpffs(dir: &Path) -> Check {
-    let existing = dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let existing = dir.ancestors().find(|path| path.exists()).unwrap_or_else(|| Path::new("/"));
     match is_bpffs(existing) {
         Ok(true) => Check::pass("bpffs", existing.display().to_string()),
         Ok(false) => Check::not(
