@@ -27,6 +27,11 @@ pub struct Machine {
 }
 
 impl Machine {
+    /// The pinned maps, seen from outside the machine's mounts.
+    pub fn maps(&self) -> Maps {
+        Maps::open(&PinDir::new(&self.mounts.see(BPF_DIR))).unwrap()
+    }
+
     pub fn new() -> Self {
         Self::with(Mounts::new())
     }
@@ -110,8 +115,4 @@ pub fn hook<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Va
 
 pub fn sees_pod(agent: &Agent, id: u64) -> bool {
     agent.status()["pods"].as_array().unwrap().iter().any(|pod| pod["cgroup"] == id)
-}
-/// The pinned maps, seen from outside the machine's mounts.
-pub fn maps(&self) -> Maps {
-    Maps::open(&PinDir::new(&self.mounts.see(BPF_DIR))).unwrap()
 }

@@ -187,6 +187,7 @@ impl Engine {
         }
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "it is kept in some of its ways on")]
     fn note_refusal(&mut self, swapper: &Swapper, name: &OsStr, refusal: Refusal, at: Instant) {
         // These say nothing about the bytes, which a runtime may well load.
         let loadable = matches!(

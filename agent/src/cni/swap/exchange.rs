@@ -191,6 +191,7 @@ impl Swapper {
     }
 
     /// What came out is what was expected.
+    #[expect(clippy::needless_pass_by_value, reason = "a turn ends here")]
     fn done(&mut self, turn: Turn, out: Option<OsString>) -> Result<Outcome, SwapError> {
         self.relink(&turn.expect, &turn.put.version);
         if let Some(out) = &out {

@@ -129,7 +129,7 @@ impl Swapper {
                     None => return Ok(Err(Refusal::Symlink)),
                 }
             } else {
-                path.parent().unwrap_or(Path::new("")).join(text)
+                path.parent().unwrap_or_else(|| Path::new("")).join(text)
             };
             path = text;
         }
@@ -144,7 +144,7 @@ impl Swapper {
     /// Opens the directory that holds `path`; `None` when it is not inside.
     fn open_parent(&self, name: &OsStr, path: &Path) -> Result<Option<Target>, SwapError> {
         let Some(Component::Normal(file)) = path.components().next_back() else { return Ok(None) };
-        let parent = path.parent().unwrap_or(Path::new(""));
+        let parent = path.parent().unwrap_or_else(|| Path::new(""));
         if parent.as_os_str().is_empty() {
             return Ok(Some(Target {
                 dir: Arc::clone(&self.dir),
