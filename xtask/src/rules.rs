@@ -27,7 +27,7 @@ const UNSAFE_ALLOWED: [&str; 7] = [
 const ARROWS: [(&str, &[&str], &str); 4] = [
     (
         "agent/src/cni/",
-        &["crate::bpf", "crate::pods", "kube::"],
+        &["crate::bpf", "crate::policy", "kube::"],
         "`cni` works with no eBPF and no API server",
     ),
     ("agent/src/bpf/", &["crate::cni", "crate::pods", "kube::"], "`bpf` works with no Kubernetes"),
