@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::cli::exit::Exit;
+use crate::sys::caps::Capabilities;
 
 /// An error of the kernel half.
 #[derive(Debug, thiserror::Error)]
@@ -18,7 +19,7 @@ pub enum BpfError {
     #[error("{dir} cannot hold pins: a BPF file system refuses names with a dot; choose another --bpf-dir")]
     DotInName { dir: PathBuf },
     /// Reading or changing the pin directory failed.
-    #[error("cannot {what} {path}: {source}")]
+    #[error("cannot {what} {path}: {source}{}", if source.kind() == io::ErrorKind::PermissionDenied { "; run as root" } else { "" })]
     Pin { what: &'static str, path: PathBuf, source: io::Error },
     /// Another agent works with the same pins.
     #[error(
@@ -79,6 +80,7 @@ impl BpfError {
                 Exit::NoPermission
             }
             Self::Load { remedy, .. } if *remedy == Self::NEEDS_CAPS => Exit::NoPermission,
+            Self::Attach { remedy, .. } if remedy == Self::NEEDS_CAPS => Exit::NoPermission,
             Self::NotBpffs { .. }
             | Self::NoPins { .. }
             | Self::ForeignExclusive { .. }
@@ -103,13 +105,19 @@ impl BpfError {
 
     /// A refusal to load, with the remedy that fits its cause.
     pub fn load(what: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        let denied = is_permission_denied(&source);
+        let denied = is_denied(&source);
         let remedy = if denied { Self::NEEDS_CAPS } else { Self::NEEDS_KERNEL };
         Self::Load { what: what.into(), source: Box::new(Chain(Box::new(source))), remedy }
     }
 }
 
-/// Whether EPERM or EACCES is among an error's causes.
+/// Whether more privilege would have helped. The verifier lets a process without `CAP_PERFMON` do less and then speaks
+/// of the program, not of the capability.
+pub fn is_denied(error: &(dyn std::error::Error + 'static)) -> bool {
+    is_permission_denied(error) || !Capabilities::current().missing().is_empty()
+}
+
+/// Whether EPERM is among an error's causes.
 pub fn is_permission_denied(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -129,7 +137,7 @@ pub struct Chain(pub Box<dyn std::error::Error + Send + Sync>);
 
 impl std::fmt::Display for Chain {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // A verifier log runs over many lines; its end has the reason.
+        // A verifier log runs over many lines; its end has the reason, but for some statistics.
         let mut text = self.0.to_string();
         let mut next = self.0.source();
         while let Some(error) = next {
@@ -140,7 +148,11 @@ impl std::fmt::Display for Chain {
             }
             next = error.source();
         }
-        let line: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let counts = |line: &str| {
+            ["processed ", "verification time ", "stack depth "].iter().any(|s| line.starts_with(s))
+        };
+        let line: Vec<&str> =
+            text.lines().map(str::trim).filter(|line| !line.is_empty() && !counts(line)).collect();
         match line.as_slice() {
             [] => f.write_str("no reason given"),
             [first, .., last] if line.len() > 4 => write!(f, "{first} … {last}"),
@@ -150,3 +162,45 @@ impl std::fmt::Display for Chain {
 }
 
 impl std::error::Error for Chain {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_log_shrinks_to_its_reason() {
+        let text = "refused. Verifier output: 0: R1=ctx()\n1: (bf) r6 = r1\n2: (b7) r0 = 1\n3: (95) exit\n\
+                    R2 pointer comparison prohibited\nverification time 93 usec\nstack depth 8\n\
+                    processed 3 insns (limit 1000000)\n";
+        let chain = Chain(io::Error::other(text).into());
+        assert_eq!(
+            chain.to_string(),
+            "refused. Verifier output: 0: R1=ctx() … R2 pointer comparison prohibited"
+        );
+        assert_eq!(Chain(io::Error::other("two\nlines\n").into()).to_string(), "two lines");
+    }
+
+    #[test]
+    fn codes_tell_permission_from_absence() {
+        let dir = || PathBuf::from("/sys/fs/bpf/nobypass");
+        let pin = |kind: io::ErrorKind| BpfError::Pin { what: "make", path: dir(), source: kind.into() };
+        let attach = |remedy: &str| BpfError::Attach {
+            hook: "egress",
+            cgroup: dir(),
+            source: "no".into(),
+            remedy: remedy.into(),
+        };
+        for (error, exit) in [
+            (pin(io::ErrorKind::PermissionDenied), Exit::NoPermission),
+            (pin(io::ErrorKind::StorageFull), Exit::Failed),
+            (attach(BpfError::NEEDS_CAPS), Exit::NoPermission),
+            (attach(BpfError::NEEDS_KERNEL), Exit::Unavailable),
+            (BpfError::NotBpffs { dir: dir() }, Exit::Unavailable),
+            (BpfError::DotInName { dir: dir() }, Exit::Usage),
+            (BpfError::Busy { dir: dir() }, Exit::Failed),
+        ] {
+            assert_eq!(error.exit(), exit, "{error}");
+        }
+        assert!(pin(io::ErrorKind::PermissionDenied).to_string().ends_with("; run as root"));
+    }
+}

@@ -4,13 +4,14 @@ use std::fs;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use aya::{EbpfLoader, VerifierLogLevel};
+use aya::EbpfLoader;
 
 use super::OBJECT;
-use super::error::{Chain, is_permission_denied};
+use super::attach::{attach_program, load_program};
+use super::error::{Chain, is_denied};
 use super::hooks::Hook;
-use super::kernel::{attach_program, load_program};
-use crate::sys::caps::{CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_ADMIN, Capabilities};
+use super::kernel::LOG_LEVEL;
+use crate::sys::caps::{CAP_SYS_ADMIN, Capabilities};
 use crate::sys::mount::{TRACEFS, has_tracefs, is_bpffs};
 
 /// How a check ended.
@@ -75,9 +76,7 @@ fn version(release: &str) -> Check {
 }
 
 fn capabilities(have: Capabilities) -> Check {
-    let needed = [(CAP_BPF, "CAP_BPF"), (CAP_NET_ADMIN, "CAP_NET_ADMIN"), (CAP_PERFMON, "CAP_PERFMON")];
-    let missing: Vec<&str> =
-        needed.iter().filter(|(cap, _)| !have.has(*cap)).map(|(_, name)| *name).collect();
+    let missing = have.missing();
     if missing.is_empty() {
         let all = if have.has(CAP_SYS_ADMIN) { "CAP_SYS_ADMIN and the rest" } else { "the reduced set" };
         return Check::pass("capabilities", all);
@@ -87,7 +86,7 @@ fn capabilities(have: Capabilities) -> Check {
 }
 
 fn bpffs(dir: &Path) -> Check {
-    let existing = dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let existing = dir.ancestors().find(|path| path.exists()).unwrap_or_else(|| Path::new("/"));
     match is_bpffs(existing) {
         Ok(true) => Check::pass("bpffs", existing.display().to_string()),
         Ok(false) => Check::not(
@@ -115,7 +114,7 @@ fn tracefs() -> Check {
 
 /// Loads every program without pinning anything, and attaches the cgroup programs to an empty scratch cgroup.
 fn programs(cgroup_root: Option<&Path>) -> Vec<Check> {
-    let mut ebpf = match EbpfLoader::new().verifier_log_level(VerifierLogLevel::DISABLE).load(OBJECT) {
+    let mut ebpf = match EbpfLoader::new().verifier_log_level(LOG_LEVEL).load(OBJECT) {
         Ok(ebpf) => ebpf,
         Err(error) => {
             let remedy = remedy(&error);
@@ -151,7 +150,7 @@ fn programs(cgroup_root: Option<&Path>) -> Vec<Check> {
 }
 
 fn remedy(error: &(dyn std::error::Error + 'static)) -> &'static str {
-    if is_permission_denied(error) { super::BpfError::NEEDS_CAPS } else { "use Linux 5.10 or later" }
+    if is_denied(error) { super::BpfError::NEEDS_CAPS } else { "use Linux 5.10 or later" }
 }
 
 /// An empty cgroup below the root, removed on drop.

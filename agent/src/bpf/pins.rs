@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nobypass_common::abi::ABI_VERSION;
 use rustix::fs::{FlockOperation, flock};
@@ -19,6 +20,9 @@ use crate::sys::mount::is_bpffs;
 
 /// Default of `--bpf-dir`.
 pub const DEFAULT_DIR: &str = "/sys/fs/bpf/nobypass";
+
+/// See [`PinDir::lock`].
+const LOCK_PATIENCE: Duration = Duration::from_millis(500);
 
 /// The pin directory of this ABI.
 #[derive(Clone, Debug)]
@@ -72,7 +76,7 @@ impl PinDir {
 
     /// The part of `--bpf-dir` that exists.
     fn existing(&self) -> &Path {
-        self.base.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+        self.base.ancestors().find(|path| path.exists()).unwrap_or_else(|| Path::new("/"))
     }
 
     /// Checks that the directory can hold pins, whether it exists or not.
@@ -103,15 +107,24 @@ impl PinDir {
 
     /// Keeps other agents off these pins for as long as the result lives; the kernel drops the lock with us.
     ///
+    /// Waits a moment for a lock that is taken: an agent that just ended may have a child that has not run its program
+    /// yet and holds the lock until then.
+    ///
     /// # Errors
     /// [`BpfError::Busy`], [`BpfError::Pin`].
     pub fn lock(&self) -> Result<File, BpfError> {
         let pin = |source| BpfError::Pin { what: "lock", path: self.base.clone(), source };
         let dir = File::open(&self.base).map_err(pin)?;
-        match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(dir),
-            Err(rustix::io::Errno::WOULDBLOCK) => Err(BpfError::Busy { dir: self.base.clone() }),
-            Err(error) => Err(pin(error.into())),
+        let start = Instant::now();
+        loop {
+            match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(dir),
+                Err(rustix::io::Errno::WOULDBLOCK) if start.elapsed() < LOCK_PATIENCE => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(BpfError::Busy { dir: self.base.clone() }),
+                Err(error) => return Err(pin(error.into())),
+            }
+            #[expect(clippy::disallowed_methods, reason = "before the agent has anything else to do")]
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 

@@ -5,6 +5,7 @@
 //! bypass and no proof, and the scratch cgroup goes with the child.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -78,7 +79,7 @@ fn connect_in(cgroup: &Path) -> std::io::Result<()> {
         if start.elapsed() > DEADLINE {
             child.kill()?;
             child.wait()?;
-            return Err(std::io::ErrorKind::TimedOut.into());
+            return Err(ErrorKind::TimedOut.into());
         }
         #[expect(clippy::disallowed_methods, reason = "a short wait for a child, off the runtime")]
         std::thread::sleep(Duration::from_millis(1));
@@ -92,11 +93,24 @@ struct Scratch {
 }
 
 impl Scratch {
+    /// Always a new cgroup, with an id that nothing was counted for: what an agent that was killed meanwhile left is
+    /// removed, once its child has ended.
     fn make(parent: &Path) -> std::io::Result<Self> {
         let path = parent.join(SCRATCH_POD);
-        match fs::create_dir(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
-            _ => {}
+        let start = Instant::now();
+        loop {
+            match fs::create_dir(&path) {
+                Ok(()) => break,
+                Err(error) if error.kind() != ErrorKind::AlreadyExists || start.elapsed() > DEADLINE => {
+                    return Err(error);
+                }
+                Err(_) => {
+                    // Busy while the child is in it.
+                    let _ = fs::remove_dir(&path);
+                }
+            }
+            #[expect(clippy::disallowed_methods, reason = "a short wait for a child, off the runtime")]
+            std::thread::sleep(Duration::from_millis(1));
         }
         let id = fs::metadata(&path)?.ino();
         Ok(Self { path, id })
@@ -105,7 +119,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A leftover is harmless and reused by the next run.
+        // A leftover is harmless and removed by the next run.
         let _ = fs::remove_dir(&self.path);
     }
 }

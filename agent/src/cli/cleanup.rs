@@ -1,7 +1,10 @@
 //! `nobypass cleanup`: detaches the programs and removes the pins.
 
+use std::fs;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
+use crate::bpf::BpfError;
 use crate::bpf::pins::{DEFAULT_DIR, PinDir};
 use crate::cli::exit::{Exit, fail, print};
 
@@ -16,8 +19,15 @@ pub struct Args {
 /// Removes what the agent left in the kernel. Refused while an agent runs.
 pub fn run(args: &Args) -> Exit {
     let dir = PinDir::new(&args.bpf_dir);
-    if !dir.base().exists() {
-        return print(&format!("nothing to do: {} does not exist\n", dir.base().display()));
+    match fs::metadata(dir.base()) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return print(&format!("nothing to do: {} does not exist\n", dir.base().display()));
+        }
+        Err(source) => {
+            let error = BpfError::Pin { what: "look at", path: dir.base().into(), source };
+            return fail(error.exit(), &error.to_string());
+        }
+        Ok(_) => {}
     }
     // Elsewhere a directory that looks like ours is somebody else's.
     let lock = dir.check_on_bpffs().and_then(|()| dir.lock());

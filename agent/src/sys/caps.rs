@@ -38,6 +38,17 @@ impl Capabilities {
     }
 }
 
+/// What loading and attaching take, with its names.
+const NEEDED: [(u32, &str); 3] =
+    [(CAP_BPF, "CAP_BPF"), (CAP_NET_ADMIN, "CAP_NET_ADMIN"), (CAP_PERFMON, "CAP_PERFMON")];
+
+impl Capabilities {
+    /// Names of the needed ones that are not in the set.
+    pub fn missing(self) -> Vec<&'static str> {
+        NEEDED.iter().filter(|(capability, _)| !self.has(*capability)).map(|(_, name)| *name).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,5 +62,6 @@ mod tests {
         assert!(status("0000000000200000").has(CAP_BPF), "CAP_SYS_ADMIN includes it");
         assert!(!status("0000000000200000").has(CAP_NET_ADMIN));
         assert!(!Capabilities::parse("").has(CAP_BPF));
+        assert_eq!(status("0000008000001000").missing(), ["CAP_PERFMON"]);
     }
 }

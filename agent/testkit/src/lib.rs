@@ -5,6 +5,7 @@
 
 pub mod bpf;
 pub mod cgroup;
+pub mod foreign;
 pub mod images;
 pub mod netns;
 pub mod node;

@@ -64,6 +64,8 @@ impl Launch {
     pub fn new(mut command: Command, home: &Path) -> Self {
         let socket = home.join("agent.sock");
         without_settings(&mut command);
+        // The CNI half has tests of its own; nothing here may look at the machine's own CNI directory.
+        command.env("NOBYPASS_CNI_MODE", "off");
         command.args(["agent", "--socket"]).arg(&socket);
         Self { command, socket, log: home.join("agent.log") }
     }
@@ -178,9 +180,15 @@ impl Agent {
     }
 
     /// SIGTERM, and how it ended.
-    pub fn terminate(mut self) -> ExitStatus {
+    pub fn terminate(self) -> ExitStatus {
+        self.terminate_and_log().0
+    }
+
+    /// SIGTERM, how it ended, and its log.
+    pub fn terminate_and_log(mut self) -> (ExitStatus, String) {
         self.proc.terminate().unwrap();
-        self.proc.wait(wait::HANG).unwrap()
+        let status = self.proc.wait(wait::HANG);
+        (status.unwrap_or_else(|error| panic!("{error}: {}", self.log())), self.log())
     }
 
     /// Waits for its own end.

@@ -52,11 +52,12 @@ impl Mounts {
             .join(path.strip_prefix("/").unwrap())
     }
 
-    /// All pins in the namespace's bpffs, relative to it.
+    /// All pins in the namespace's bpffs, relative to it, without the kernel's own (`maps.debug`, `progs.debug`).
     pub fn pins(&self) -> Vec<String> {
         let top = self.see("/sys/fs/bpf");
         let mut pins = files(&top);
         pins.iter_mut().for_each(|pin| *pin = pin.strip_prefix(&top).unwrap().into());
+        pins.retain(|pin| pin.extension().is_none_or(|end| end != "debug"));
         let mut pins: Vec<String> = pins.iter().map(|pin| pin.display().to_string()).collect();
         pins.sort();
         pins
