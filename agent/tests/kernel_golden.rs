@@ -2,7 +2,7 @@
 //!
 //! The socket of these runs is no TCP socket (see `nobypass_testkit::bpf`), so that every SYN is a raw one.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "the helpers of a test may panic as the test may")]
 
 mod support {
     #![allow(dead_code, reason = "each test target uses its part")]
