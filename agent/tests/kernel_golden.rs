@@ -226,6 +226,9 @@ fn nothing_is_dropped_on_loopback_and_no_icmp_anywhere() {
     });
 }
 
+/// A row: name, the pod's policy, packet, where it is, whether it is dropped in enforce, what is counted then.
+type Case<'a, Where = ()> = (&'a str, PodPolicy, &'a [u8], Where, bool, &'a [Counter]);
+
 /// Policies that decide about packets which pass by default.
 #[test]
 fn switches_and_exemptions_of_a_pod() {
@@ -244,7 +247,7 @@ fn switches_and_exemptions_of_a_pod() {
         let mark = PodPolicy { mark: 0x1337, mark_mask: 0xffff, ..with(POD_PROXY_MARK) };
         let proxy = PodPolicy { proxy_cgroup: app, ..meshed };
         let uid = PodPolicy { proxy_uid: 0, ..meshed };
-        let cases: [(&str, PodPolicy, &[u8], Skb, bool, &[Counter]); 19] = [
+        let cases: [Case<'_, Skb>; 19] = [
             ("proxy by mark", mark, &syn, marked, false, &[Counter::Proxy]),
             ("another mark", mark, &syn, Skb { mark: 0x1338, ..OUT }, true, &gap),
             ("a mark that means nothing", meshed, &syn, marked, true, &gap),
@@ -382,26 +385,27 @@ fn what_arrives_at_a_meshed_pod() {
         lab.set_policy(pod, &strict);
         assert_run(lab, "inbound not judged", ("nb_ingress", &syn, OUT), false, &[]);
         lab.set_config(|config| config.flags = CONFIG_INBOUND);
-        let cases: [(&str, PodPolicy, &[u8], bool, &[Counter]); 11] = [
-            ("to the application", meshed, &syn, false, &inbound),
-            ("to the application, v6", meshed, &syn6, false, &inbound),
-            ("to the application, dropped", strict, &syn, true, &dropped),
+        let cases: [Case<'_>; 11] = [
+            ("to the application", meshed, &syn, (), false, &inbound),
+            ("to the application, v6", meshed, &syn6, (), false, &inbound),
+            ("to the application, dropped", strict, &syn, (), true, &dropped),
             (
                 "to the application behind extension headers",
                 strict,
                 &v6(0, &chain(&tcp(SYN, 80))),
+                (),
                 true,
                 &dropped,
             ),
-            ("to the proxy", proxy, &syn, false, &ok),
-            ("proxy not known yet", lab.meshed(), &syn, false, &ok),
-            ("exempt port", ports, &v4(6, &tcp(SYN, 9090)), false, &ok),
-            ("port exempt for the other direction", ports, &v4(6, &tcp(SYN, 9000)), true, &dropped),
-            ("established", strict, &v4(6, &tcp(ACK, 8080)), false, &[]),
-            ("UDP", strict, &v4(17, &udp(8080)), false, &[]),
-            ("neighbour solicitation", strict, &v6(58, &[135, 0, 0, 0, 0, 0, 0, 0]), false, &[]),
+            ("to the proxy", proxy, &syn, (), false, &ok),
+            ("proxy not known yet", lab.meshed(), &syn, (), false, &ok),
+            ("exempt port", ports, &v4(6, &tcp(SYN, 9090)), (), false, &ok),
+            ("port exempt for the other direction", ports, &v4(6, &tcp(SYN, 9000)), (), true, &dropped),
+            ("established", strict, &v4(6, &tcp(ACK, 8080)), (), false, &[]),
+            ("UDP", strict, &v4(17, &udp(8080)), (), false, &[]),
+            ("neighbour solicitation", strict, &v6(58, &[135, 0, 0, 0, 0, 0, 0, 0]), (), false, &[]),
         ];
-        for (name, policy, packet, drop, counters) in cases {
+        for (name, policy, packet, (), drop, counters) in cases {
             lab.set_policy(pod, &policy);
             assert_run(lab, name, ("nb_ingress", packet, OUT), drop, counters);
         }
