@@ -2,7 +2,13 @@
 //! agent_memory`, as root. The pods are cgroups without processes, unknown to any runtime. After `--`: `--pods <n>`,
 //! `--seconds <n>`.
 
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "a benchmark"
+)]
 
 #[path = "../tests/support"]
 mod support {

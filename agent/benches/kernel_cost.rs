@@ -5,7 +5,7 @@
 //! `--against <object>` puts another build of the object into the same rounds, `--rounds <n>` and `--repeat <n>`.
 //! A median above its promise is exit code 1.
 
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark")]
+#![expect(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "a benchmark")]
 
 #[path = "../tests/support"]
 mod support {

@@ -1,8 +1,8 @@
 //! Running a `cgroup_skb` program on a packet without sending one (`BPF_PROG_TEST_RUN`), and a program that does nothing to
 //! compare with.
 //!
-//! The kernel makes a socket for the run that belongs to the cgroup of the calling process, is no TCP socket, has UID 0 and
-//! the packet's own destination (`bpf_prog_test_run_skb`,
+//! The kernel makes a socket for the run that belongs to the cgroup of the calling process, is no TCP socket and
+//! has UID 0 (`bpf_prog_test_run_skb`,
 //! <https://github.com/torvalds/linux/blob/v6.12/net/bpf/test_run.c#L986>).
 
 use std::io;

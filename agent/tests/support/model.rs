@@ -7,14 +7,14 @@ use nobypass_common::verdict::{self, Facts, Judgement, Packet, Pod, Settings, Sy
 use nobypass_testkit::bpf::Skb;
 
 /// What the table may ask about the socket of a test run.
-struct RawSocket(Address);
+struct RawSocket;
 
 impl Facts for RawSocket {
     fn now_ns(&mut self) -> u64 {
         0
     }
     fn socket_destination(&mut self) -> Option<Address> {
-        Some(self.0)
+        None
     }
     fn ancestor(&mut self, _: u32) -> u64 {
         0
@@ -41,7 +41,7 @@ pub fn on_the_host(ip: &[u8], skb: Skb, config: Settings, policy: &PodPolicy) ->
     let packet = Packet { family, addresses, transport, ifindex: skb.ifindex, mark: skb.mark };
     let judgement = match verdict::without_pod(&packet, config.flags) {
         Some(judgement) => judgement,
-        None => verdict::egress(&packet, &config, Pod::Known(policy), &mut RawSocket(addresses.destination)),
+        None => verdict::egress(&packet, &config, Pod::Known(policy), &mut RawSocket),
     };
     let Judgement { verdict, drop, count, would_drop, .. } = judgement;
     let mut counters = vec![];

@@ -84,14 +84,14 @@ impl Noise {
         let mut ip: Vec<u8> = (0..len).map(|_| self.next()).collect();
         let pick = |noise: &mut Self, from: &[u8]| from[usize::from(noise.next()) % from.len()];
         if let Some(first) = ip.first_mut()
-            && self.next() % 8 > 0
+            && !self.next().is_multiple_of(8)
         {
             *first = pick(self, &[0x45, 0x45, 0x46, 0x4f, 0x60, 0x60, 0x44, 0x50]);
         }
         let version = ip.first().map_or(0, |first| first >> 4);
-        if version == 4 && len > 9 && self.next() % 8 > 0 {
+        if version == 4 && len > 9 && !self.next().is_multiple_of(8) {
             ip[9] = pick(self, &[1, 6, 6, 17, 132, 4]);
-            (ip[6], ip[7]) = if self.next() % 4 > 0 { (0x40, 0) } else { (ip[6], ip[7]) };
+            (ip[6], ip[7]) = if !self.next().is_multiple_of(4) { (0x40, 0) } else { (ip[6], ip[7]) };
         }
         if version == 6 && len > 6 {
             ip[6] = pick(self, &[0, 6, 6, 17, 43, 44, 51, 58, 60, 59, 135]);
