@@ -28,6 +28,7 @@ use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
 use crate::cgroup::stream::{CgroupSender, Item, channel};
 use crate::cgroup::watch as inotify;
 use crate::cli::exit::Exit;
+use crate::cni;
 use crate::config::{Config, InboundFlag, NonTcpFlag};
 use crate::detect::report::{LogLimit, Report, log, report};
 use crate::mesh::{ProfileError, Profiles};
@@ -48,6 +49,8 @@ const WAIT: Duration = Duration::from_secs(1);
 const SOCKET_TRIES: u32 = 10;
 /// See [`SOCKET_TRIES`].
 const SOCKET_PAUSE: Duration = Duration::from_millis(50);
+/// How long the CNI half may take to finish what is under way; a pod gets 30 s to end.
+const CNI_END: Duration = Duration::from_secs(20);
 /// Cgroup events on their way to the keeper.
 const CGROUP_QUEUE: usize = 4096;
 /// Pod updates, hints and reports on their way.
@@ -74,6 +77,9 @@ pub enum AppError {
     /// See the kind.
     #[error("--cri-endpoint: {0}")]
     Endpoint(#[from] endpoint::EndpointError),
+    /// See the kind.
+    #[error(transparent)]
+    Cni(cni::install::ContractError),
     /// Binding an address or socket failed.
     #[error("cannot listen on {at}: {source}; {remedy}")]
     Listen { at: String, source: std::io::Error, remedy: &'static str },
@@ -91,18 +97,23 @@ impl AppError {
         match self {
             Self::Bpf(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
-            Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => Exit::Usage,
+            Self::Cni(_) | Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => {
+                Exit::Usage
+            }
             Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
             Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
 }
 
-/// Runs the agent until it is told to stop.
+/// What the CNI half is told: where, and how.
+pub type CniSettings = (cni::guard::Config, cni::run::Mode);
+
+/// Runs the agent until it is told to stop; without `cni`, the CNI configuration is left alone.
 ///
 /// # Errors
 /// [`AppError`], each with what to do.
-pub fn run(config: &Config) -> Result<(), AppError> {
+pub fn run(config: &Config, cni: Option<CniSettings>) -> Result<(), AppError> {
     let level = telemetry::init(&config.log, config.log_format)?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "nobypass agent starts");
     let profiles = match &config.profiles {
@@ -125,7 +136,9 @@ pub fn run(config: &Config) -> Result<(), AppError> {
         .enable_all()
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
-    runtime.block_on(Agent { config, profiles: Arc::new(profiles), endpoint, root, level }.run())
+    let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
+    let agent = Agent { config, profiles: Arc::new(profiles), endpoint, root, level, cni_metrics };
+    runtime.block_on(agent.run(cni))
 }
 
 struct Agent<'a> {
@@ -134,13 +147,44 @@ struct Agent<'a> {
     endpoint: Option<PathBuf>,
     root: CgroupRoot,
     level: telemetry::LevelHandle,
+    /// What the CNI half counts, if it runs.
+    cni_metrics: Option<cni::metrics::Metrics>,
 }
 
 /// How a task ended: its name, and its error if it was one.
 type Ended = (&'static str, Result<(), String>);
 
 impl Agent<'_> {
-    async fn run(self) -> Result<(), AppError> {
+    /// The CNI half starts first, since it needs nothing else, and ends last: what is under way is finished.
+    async fn run(self, cni: Option<CniSettings>) -> Result<(), AppError> {
+        let (stop, stopping) = watch::channel(false);
+        let metrics = self.cni_metrics.clone().unwrap_or_default();
+        let mut half = cni.map(|(config, mode)| tokio::spawn(cni::run::run(config, mode, metrics, stopping)));
+        let half_ends = async {
+            match &mut half {
+                Some(half) => half.await,
+                None => std::future::pending().await,
+            }
+        };
+        let ended = tokio::select! {
+            ended = self.work() => ended,
+            ended = half_ends => return Err(match ended {
+                Ok(Err(cni::run::RunError::Contract(error))) => AppError::Cni(error),
+                Ok(Err(error)) => AppError::Task { task: "cni", why: format!(": {error}") },
+                Ok(Ok(())) => AppError::Task { task: "cni", why: String::new() },
+                Err(error) => AppError::Task { task: "cni", why: format!(": {error}") },
+            }),
+        };
+        stop.send_replace(true);
+        if let Some(half) = half
+            && tokio::time::timeout(CNI_END, half).await.is_err()
+        {
+            tracing::warn!("the CNI half did not end in time; the next start takes up what it left");
+        }
+        ended
+    }
+
+    async fn work(&self) -> Result<(), AppError> {
         let stop = stop_signal()?;
         tokio::pin!(stop);
         let mut tasks: JoinSet<Ended> = JoinSet::new();
@@ -220,12 +264,13 @@ impl Agent<'_> {
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
-    async fn start(&self, parents: &[PodParent], context: &Context) -> Result<Kernel, AppError> {
+    async fn start(&self, parents: &[PodParent], context: &Context) -> Result<(Kernel, Keeper), AppError> {
         let options = Options {
             dir: self.config.bpf_dir.clone(),
             max_pods: self.config.max_pods,
             config: kernel_config(self.config),
         };
+        let places = parents.to_vec();
         let parents: Vec<Parent> = parents.iter().map(parent).collect();
         let mut kernel = Kernel::start(&options, &parents)?;
         if let Err(error) = aya_log::EbpfLogger::init(kernel.object()) {
@@ -236,6 +281,11 @@ impl Agent<'_> {
             parents = ?parents.iter().map(|parent| &parent.below_root).collect::<Vec<_>>(),
             adopted = kernel.adopted(), mode = ?self.config.mode, "attached"
         );
+        // Entries of pods that died while no agent ran must not leave the canary without room.
+        let (mut keeper, snapshots) =
+            Keeper::new(Maps::open(&dir)?, places, Arc::clone(&self.profiles), wishes(self.config));
+        keeper.rescan()?;
+        let _ = context.snapshots.set(snapshots);
         let mut maps = Maps::open(&dir)?;
         let proven = tokio::task::spawn_blocking(move || {
             parents.iter().try_for_each(|parent| selftest::run(&mut maps, parent))
@@ -251,23 +301,26 @@ impl Agent<'_> {
         kernel.replace_others()?;
         show_hooks(&kernel, &context.health);
         let _ = context.maps.set(Maps::open(&dir)?);
-        Ok(kernel)
+        Ok((kernel, keeper))
     }
 
     fn spawn(
         &self,
         tasks: &mut JoinSet<Ended>,
-        kernel: Kernel,
+        (kernel, keeper): (Kernel, Keeper),
         parents: Vec<PodParent>,
         mode_changes: mpsc::Receiver<SetMode>,
         context: &Arc<Context>,
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
-        let (keeper, snapshots) =
-            Keeper::new(Maps::open(&dir)?, parents.clone(), Arc::clone(&self.profiles), wishes(self.config));
-        let _ = context.snapshots.set(snapshots.clone());
-        let _ = context.registry.set(metrics::registry(&dir, snapshots.clone(), Arc::clone(&health))?);
+        let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
+        let _ = context.registry.set(metrics::registry(
+            &dir,
+            snapshots.clone(),
+            Arc::clone(&health),
+            self.cni_metrics.as_ref(),
+        )?);
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);

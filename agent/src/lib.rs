@@ -7,6 +7,7 @@ pub mod app;
 pub mod bpf;
 pub mod cgroup;
 pub mod cli;
+pub mod cni;
 pub mod config;
 pub mod detect;
 pub mod mesh;

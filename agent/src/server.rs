@@ -308,6 +308,39 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_slow_reader_is_told_what_it_missed_and_so_is_everybody() {
+        let (reports, _) = broadcast::channel(2);
+        let health = Arc::new(Health::default());
+        let (set_mode, _mode_changes) = mpsc::channel(1);
+        let level = crate::telemetry::init("off", crate::telemetry::LogFormat::Text).unwrap();
+        let context = Context {
+            health: Arc::clone(&health),
+            registry: OnceLock::new(),
+            maps: OnceLock::new(),
+            snapshots: OnceLock::new(),
+            reports: reports.clone(),
+            set_mode,
+            level,
+        };
+        let mut body = events(State(Arc::new(context))).await.into_body().into_data_stream();
+        let report: Arc<Report> = Arc::new(serde_json::from_value(a_report()).unwrap());
+        for _ in 0..5 {
+            reports.send(Arc::clone(&report)).unwrap();
+        }
+        let first = futures_util::StreamExt::next(&mut body).await.unwrap().unwrap();
+        assert_eq!(first, "{\"missed\":3}\n");
+        assert_eq!(health.dropped(), [("events", 3), ("cgroups", 0)]);
+    }
+
+    fn a_report() -> serde_json::Value {
+        serde_json::json!({
+            "time_ms": 1, "namespace": "shop", "pod": "cart", "container": "app", "mesh": "linkerd",
+            "direction": "outbound", "src": "10.0.0.5:4", "dst": "192.0.2.1:443", "protocol": 6, "uid": 0,
+            "reason": "not_redirected", "action": "passed", "mode": "audit", "cgroup": 1, "cookie": 2,
+        })
+    }
+
+    #[tokio::test]
     async fn a_dead_agents_socket_is_replaced_and_a_living_ones_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/agent.sock");

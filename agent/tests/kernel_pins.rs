@@ -86,7 +86,7 @@ fn pins_of_another_version_go_once_ours_work() {
     assert_eq!(machine.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
 
     let agent = machine.launch().start().attached();
-    agent.line(&["removed the pins of another version", "pins=20"]);
+    agent.line(&["removed the pins of another version", &format!("pins={PINS}")]);
     agent.line(&["attached", "adopted=false"]);
     machine.all_is_attached();
     assert!(machine.mounts.pins().iter().all(|pin| pin.starts_with("nobypass/v1/")));

@@ -69,7 +69,7 @@ pub enum SynOrigin {
 pub trait Facts {
     /// Time, ns of `CLOCK_MONOTONIC`.
     fn now_ns(&mut self) -> u64;
-    /// The destination that the socket asked for, `None` without a full socket.
+    /// The destination that the socket asked for, `None` without a TCP socket: a raw one asks for none.
     fn socket_destination(&mut self) -> Option<Address>;
     /// The cgroup id of the socket's ancestor at `level`; 0 if its cgroup is above.
     fn ancestor(&mut self, level: u32) -> u64;

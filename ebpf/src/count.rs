@@ -140,8 +140,12 @@ unsafe fn take_token(config: &Config, counters: *mut PodCounters, now: u64) -> b
         } else {
             counters.bucket_tokens + seconds * rate
         };
-        counters.bucket_tokens = if tokens > burst { burst } else { tokens };
+        counters.bucket_tokens = tokens;
         counters.bucket_ns = now;
+    }
+    // Here and not only when it is filled: the operator may have lowered the limit since.
+    if counters.bucket_tokens > burst {
+        counters.bucket_tokens = burst;
     }
     if counters.bucket_tokens == 0 {
         return false;

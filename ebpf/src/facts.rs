@@ -1,7 +1,7 @@
 //! What the decision table asks of the kernel.
 
 use aya_ebpf::EbpfContext as _;
-use aya_ebpf::bindings::{__sk_buff, bpf_sock};
+use aya_ebpf::bindings::{__sk_buff, bpf_sock, bpf_tcp_sock};
 use aya_ebpf::helpers::generated::{bpf_sk_storage_get, bpf_skb_ancestor_cgroup_id};
 use aya_ebpf::helpers::{bpf_get_socket_uid, bpf_ktime_get_ns, bpf_sk_fullsock, bpf_tcp_sock};
 use aya_ebpf::maps::lpm_trie::Key;
@@ -16,10 +16,16 @@ use nobypass_common::verdict::{Facts, Packet, SynOrigin};
 
 use crate::maps::{EXEMPT_CIDRS, EXEMPT_IDS, EXEMPT_PORTS, NODE_ADDRS, SYN_MARKS};
 
-/// Values of `SYN_MARKS`: what happened to a socket's earlier SYN. No mark: it passed and was counted.
+/// Lower bits of a value of `SYN_MARKS`: what happened to the connection's earlier SYN. No mark: it passed and was
+/// counted.
 pub const MARK_HELD: u32 = 1;
 pub const MARK_DROPPED: u32 = 2;
 pub const MARK_COUNTED: u32 = 3;
+/// The other bits are those of the SYN's sequence number: a socket can connect again, and is another connection then.
+const MARK_SEQUENCE: u32 = !3;
+
+/// `SOCK_STREAM`; 1 everywhere but on MIPS.
+const SOCK_STREAM: u32 = 1;
 
 /// `BPF_SK_STORAGE_GET_F_CREATE`.
 const CREATE: u64 = 1;
@@ -52,14 +58,30 @@ impl SkbFacts {
         if sk.is_null() { None } else { Some(sk) }
     }
 
+    /// The TCP socket, if the packet is of one.
+    ///
+    /// `bpf_tcp_sock` goes by the protocol alone, which a raw socket may have as well: what it would read there is no
+    /// TCP state but other memory.
+    #[inline(always)]
+    fn tcp_socket(&self) -> Option<(*mut bpf_sock, *mut bpf_tcp_sock)> {
+        let sk = self.socket()?;
+        // SAFETY: a full socket.
+        if unsafe { core::ptr::read_volatile(&raw const (*sk).type_) } != SOCK_STREAM {
+            return None;
+        }
+        // SAFETY: a full socket.
+        let tcp = unsafe { bpf_tcp_sock(sk) };
+        if tcp.is_null() { None } else { Some((sk, tcp)) }
+    }
+
     /// Marks the socket of a TCP SYN, so that its retransmits are judged but never counted twice.
     #[inline(always)]
     pub fn remember(&self, mark: u32) {
-        let Some(sk) = self.socket() else { return };
+        let Some((sk, tcp)) = self.tcp_socket() else { return };
         let value = mark_of(sk, CREATE);
         if !value.is_null() {
-            // SAFETY: not null, and four bytes long.
-            unsafe { *value = mark };
+            // SAFETY: neither is null, and the value is four bytes long.
+            unsafe { *value = sequence(tcp) | mark };
         }
     }
 }
@@ -73,7 +95,7 @@ impl Facts for SkbFacts {
 
     #[inline(always)]
     fn socket_destination(&mut self) -> Option<Address> {
-        let sk = self.socket()?;
+        let (sk, _) = self.tcp_socket()?;
         // The packet's family decides: an AF_INET6 socket has valid IPv4 fields only while it speaks IPv4.
         // `read_volatile` keeps each access a plain 4-byte one, which is all the verifier allows here.
         // SAFETY: a full socket.
@@ -133,27 +155,33 @@ impl Facts for SkbFacts {
 impl SkbFacts {
     #[inline(always)]
     fn find_origin(&self) -> SynOrigin {
-        let Some(sk) = self.socket() else { return SynOrigin::Raw };
-        // SAFETY: a full socket.
-        let tcp = unsafe { bpf_tcp_sock(sk) };
-        if tcp.is_null() {
-            return SynOrigin::Raw;
+        let Some((sk, tcp)) = self.tcp_socket() else { return SynOrigin::Raw };
+        let mark = mark_of(sk, 0);
+        // SAFETY: not null, and four bytes long.
+        let mark = if mark.is_null() { 0 } else { unsafe { *mark } };
+        if mark & !MARK_SEQUENCE != 0 && mark & MARK_SEQUENCE == sequence(tcp) {
+            // Also where the kernel calls it no retransmit: a fast-open SYN that was dropped is repeated at once,
+            // without its data (`tcp_send_syn_data` in the kernel's net/ipv4/tcp_output.c).
+            return match mark & !MARK_SEQUENCE {
+                MARK_HELD => SynOrigin::RetryOfHeld,
+                MARK_DROPPED => SynOrigin::RetryOfDropped,
+                _ => SynOrigin::Retry,
+            };
         }
         // SAFETY: not null.
         if unsafe { core::ptr::read_volatile(&raw const (*tcp).total_retrans) } == 0 {
-            return SynOrigin::First;
-        }
-        let mark = mark_of(sk, 0);
-        if mark.is_null() {
-            return SynOrigin::Retry;
-        }
-        // SAFETY: not null, and four bytes long.
-        match unsafe { *mark } {
-            MARK_HELD => SynOrigin::RetryOfHeld,
-            MARK_DROPPED => SynOrigin::RetryOfDropped,
-            _ => SynOrigin::Retry,
+            SynOrigin::First
+        } else {
+            SynOrigin::Retry
         }
     }
+}
+
+/// The sequence number of a socket's SYN as marks have it.
+#[inline(always)]
+fn sequence(tcp: *mut bpf_tcp_sock) -> u32 {
+    // SAFETY: not null, by the callers. Until the SYN is answered, it is what is not acknowledged.
+    unsafe { core::ptr::read_volatile(&raw const (*tcp).snd_una) & MARK_SEQUENCE }
 }
 
 /// A socket's mark, null where it has none. aya's wrapper takes only `connect` contexts.

@@ -32,10 +32,16 @@ pub fn repo_root() -> &'static Path {
 }
 
 /// A command that sees the environment that `cargo xtask` itself was called with, in the checkout, without a
-/// terminal's input.
+/// terminal's input. As root it finds the administrators' programs also after a plain `su`: tests and demo need them.
 pub fn command(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     command.current_dir(repo_root()).stdin(Stdio::null());
+    // For others a changed PATH would only make cargo build again what it has built without xtask.
+    if is_root()
+        && let Ok(path) = env::join_paths(search_path())
+    {
+        command.env("PATH", path);
+    }
     if let Some((name, value)) = MARK.get() {
         command.env(name, value);
     }
@@ -74,11 +80,19 @@ fn without_cargo_dirs(path: &OsStr) -> Option<OsString> {
 
 /// Finds a program on `PATH` or among the administrators' directories.
 pub fn find_program(name: &str) -> Option<PathBuf> {
+    search_path().into_iter().map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+/// `PATH`, and behind it what it lacks of the administrators' directories.
+fn search_path() -> Vec<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path)
-        .chain(SBIN.map(PathBuf::from))
-        .map(|dir| dir.join(name))
-        .find(|file| file.is_file())
+    let mut dirs: Vec<PathBuf> = env::split_paths(&path).collect();
+    for dir in SBIN.map(PathBuf::from) {
+        if !dirs.contains(&dir) {
+            dirs.push(dir);
+        }
+    }
+    dirs
 }
 
 /// A program by name, found as [`find_program`] finds it.

@@ -418,4 +418,53 @@ mod tests {
         assert!(is_exhausted(&Errno::NOSPC.into()) && is_exhausted(&Errno::MFILE.into()));
         assert!(!is_exhausted(&Errno::ACCESS.into()));
     }
+
+    /// A directory of the real hierarchy, removed with everything below it.
+    #[cfg(feature = "kernel-tests")]
+    struct Scratch(PathBuf);
+
+    #[cfg(feature = "kernel-tests")]
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            fn remove(dir: &Path) {
+                for entry in fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok) {
+                    if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                        remove(&entry.path());
+                    }
+                }
+                let _ = fs::remove_dir(dir);
+            }
+            remove(&self.0);
+        }
+    }
+
+    /// The same on a cgroup file system, whose directories are full of files and whose inodes are the cgroups' ids.
+    #[cfg(feature = "kernel-tests")]
+    #[tokio::test]
+    async fn real_cgroups() {
+        use super::super::{parents, root, scan};
+
+        let root = root::find(&root::RootOptions::default()).expect("the root of cgroup v2");
+        let name = format!("nobypass-test-{}", std::process::id());
+        let scratch = Scratch(root.path.join(&name));
+        let parent_dir = scratch.0.join("kubepods");
+        fs::create_dir_all(&parent_dir).expect("mkdir");
+        let found = parents::find_parents(&root, std::slice::from_ref(&parent_dir)).expect("explicit");
+        let parent = &found[0];
+        assert_eq!((parent.level, parent.id), (2, fs::metadata(&parent_dir).expect("stat").ino()));
+        let pod = parent_dir.join(format!("burstable/pod{UID}"));
+
+        with_watch(parent, 64, |mut events| async move {
+            fs::create_dir_all(pod.join(ID)).expect("mkdir");
+            let (made_pod, made_container) = (next(&mut events).await, next(&mut events).await);
+            assert_eq!((made_pod.level, made_container.level), (4, 5));
+            let scan = scan::scan(parent).expect("scan");
+            assert_eq!((scan.pods[0].dir.id, scan.vanished), (made_pod.id, 0));
+            assert_eq!(scan.pods[0].containers[0].dir.id, made_container.id);
+            fs::remove_dir(pod.join(ID)).expect("rmdir");
+            assert_eq!(next(&mut events).await.id, made_container.id);
+        })
+        .await
+        .expect("ends when the receiver goes");
+    }
 }

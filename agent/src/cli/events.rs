@@ -37,6 +37,10 @@ pub fn run(args: &Args) -> Exit {
 
 async fn follow(args: &Args) -> Result<(), ClientError> {
     let mut body = send(&args.place.socket, Method::GET, "/v1/events", String::new()).await?.into_body();
+    if args.output != Format::Json {
+        // Silence could as well mean that nobody listens yet. Not for standard output: this is no event.
+        let _ = writeln!(std::io::stderr().lock(), "waiting for bypasses on this node");
+    }
     let mut line = Vec::new();
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| ClientError::Broken(error.to_string()))?;

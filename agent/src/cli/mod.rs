@@ -3,6 +3,7 @@
 mod agent;
 mod cleanup;
 mod client;
+mod cni;
 mod events;
 pub mod exit;
 mod mode;
@@ -13,8 +14,6 @@ mod variables;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
-
-use crate::config::Config;
 
 /// Keeps service-mesh pods from talking around their proxy.
 #[derive(Debug, Parser)]
@@ -48,7 +47,7 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the agent of this node
-    Agent(Box<Config>),
+    Agent(Box<agent::Args>),
     /// Show this node's pods and what their connections do
     Status(status::Args),
     /// Show bypasses as they happen
@@ -62,6 +61,8 @@ enum Command {
     /// Prove that the hooks see a connection (run by the agent)
     #[command(name = crate::bpf::selftest::CHILD, hide = true)]
     Canary,
+    /// Look at, patch and clean up the node's CNI configuration
+    Cni(cni::Cni),
     /// Print the version
     Version,
 }
@@ -81,7 +82,7 @@ pub fn main() -> Exit {
         }
     };
     match cli.command {
-        Command::Agent(config) => agent::run(&config),
+        Command::Agent(args) => agent::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Events(args) => events::run(&args),
         Command::Mode(args) => mode::run(&args),
@@ -91,6 +92,7 @@ pub fn main() -> Exit {
             crate::bpf::selftest::child();
             Exit::Ok
         }
+        Command::Cni(command) => cni::main(&command),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

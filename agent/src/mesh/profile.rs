@@ -458,6 +458,15 @@ profiles:
     }
 
     #[test]
+    fn the_example_in_the_readme_is_valid() {
+        let readme = include_str!("../../../README.md");
+        let example = readme.split("```yaml").nth(1).and_then(|rest| rest.split("```").next());
+        let profiles = parse(example.expect("an example")).expect("valid");
+        let [osm, _] = profiles.as_slice() else { panic!("{profiles:?}") };
+        assert_eq!((&*osm.name, osm.families), ("osm", Families { ipv4: true, ipv6: false }));
+    }
+
+    #[test]
     fn json_is_yaml_too_and_a_profile_round_trips() {
         let built_in = Profiles::built_in();
         let json = serde_json::json!({ "profiles": built_in.as_slice() }).to_string();

@@ -3,6 +3,7 @@
 pub mod bpf;
 pub mod caps;
 pub mod clock;
+pub mod file;
 pub mod mount;
 pub mod poll;
 pub mod process;

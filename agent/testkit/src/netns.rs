@@ -126,6 +126,26 @@ impl Netns {
             .with_context(|| format!("cannot set {path} in {}", self.name))
     }
 
+    /// Starts counting the TCP SYNs (without ACK) that really arrive by `device`: a witness that asks no program under test.
+    pub fn count_syns(&self, device: &str) -> Result<()> {
+        let table = format!(
+            "table inet witness {{\n counter syn {{ }}\n chain arrived {{\n \
+             type filter hook prerouting priority -350; policy accept;\n \
+             iifname \"{device}\" tcp flags & (syn|ack) == syn counter name syn\n }}\n}}\n"
+        );
+        self.check("nft", &["-f", "-"], &table).map(drop)
+    }
+
+    /// SYNs that arrived since [`Netns::count_syns`].
+    pub fn syns(&self) -> Result<u64> {
+        let text = self.check("nft", &["-j", "list", "counter", "inet", "witness", "syn"], "")?;
+        let json: serde_json::Value = serde_json::from_str(&text)?;
+        json["nftables"]
+            .as_array()
+            .and_then(|items| items.iter().find_map(|item| item["counter"]["packets"].as_u64()))
+            .with_context(|| format!("no counter in {text}"))
+    }
+
     /// Packets sent by `device` so far.
     pub fn tx_packets(&self, device: &str) -> Result<u64> {
         let text = self.run_in(|| std::fs::read_to_string("/proc/thread-self/net/dev"))??;
@@ -208,21 +228,13 @@ impl World {
         Ok(PodNet { ns, ip4, ip6 })
     }
 
-    /// Starts counting the TCP SYNs (without ACK) that really arrive outside: a witness that asks no program under test.
+    /// See [`Netns::count_syns`]; here for what the pods send.
     pub fn count_syns(&self) -> Result<()> {
-        const TABLE: &str = "table inet witness {\n counter syn { }\n chain arrived {\n \
-            type filter hook prerouting priority -350; policy accept;\n \
-            iifname \"br0\" tcp flags & (syn|ack) == syn counter name syn\n }\n}\n";
-        self.far.check("nft", &["-f", "-"], TABLE).map(drop)
+        self.far.count_syns("br0")
     }
 
     /// SYNs that arrived since [`World::count_syns`].
     pub fn syns(&self) -> Result<u64> {
-        let text = self.far.check("nft", &["-j", "list", "counter", "inet", "witness", "syn"], "")?;
-        let json: serde_json::Value = serde_json::from_str(&text)?;
-        json["nftables"]
-            .as_array()
-            .and_then(|items| items.iter().find_map(|item| item["counter"]["packets"].as_u64()))
-            .with_context(|| format!("no counter in {text}"))
+        self.far.syns()
     }
 }

@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::os::fd::AsFd as _;
 use std::process::Command;
 
+use nobypass::bpf::Maps;
+use nobypass::bpf::pins::PinDir;
 use nobypass::sys::bpf::{AttachType, attached, program_name};
 use nobypass_testkit::cgroup::Scratch;
 
@@ -14,8 +16,8 @@ pub const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
 pub const HOOKS: [AttachType; 4] =
     [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
 pub const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
-/// Pins of a complete start with one parent: 14 maps, 4 links to it and 2 to the tracepoints.
-pub const PINS: usize = 20;
+/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
+pub const PINS: usize = 21;
 
 /// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
 pub struct Machine {
@@ -64,6 +66,11 @@ impl Machine {
 
     pub fn cleanup(&self) -> Ended {
         self.nobypass(&["cleanup"])
+    }
+
+    /// The pinned maps, seen from outside the machine's mounts.
+    pub fn maps(&self) -> Maps {
+        Maps::open(&PinDir::new(&self.mounts.see(BPF_DIR))).unwrap()
     }
 
     /// Names of the programs attached to the pods' parent and to the directory that holds it.

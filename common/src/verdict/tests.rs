@@ -348,8 +348,8 @@ fn unknown_pods_pass_or_are_held_for_a_bounded_time() {
     assert_eq!(judge(&out, &hold, &policy, &mut at(5_999)), held);
     assert_eq!(judge(&out, &hold, &policy, &mut at(4_000)), held, "a clock before the cgroup's birth");
     assert_eq!(judge(&out, &hold, &policy, &mut at(6_000)), passed, "the hold ends by itself");
-    let retry = Known { origin: SynOrigin::RetryOfHeld, ..at(5_500) };
-    assert_eq!(judge(&out, &hold, &policy, &mut retry.clone()), Judgement { count: false, ..held });
+    let mut retry = Known { origin: SynOrigin::RetryOfHeld, ..at(5_500) };
+    assert_eq!(judge(&out, &hold, &policy, &mut retry), Judgement { count: false, ..held });
     assert_eq!(judge(&syn(1, LOCALHOST), &hold, &policy, &mut at(5_500)), passed, "lo is never held");
     let off = Settings { mode: Mode::Off.code(), ..hold };
     assert_eq!(judge(&out, &off, &policy, &mut at(5_500)), passed, "nothing is held while off");
@@ -462,7 +462,7 @@ proptest! {
                   now_ns in 0u64..4000, uid in prop_oneof![Just(0u32), Just(2102)], origin in any_origin(),
                   container in prop_oneof![Just(APP), Just(PROXY)], exempt in any::<bool>()) {
         let settings = Settings { mode, unknown_policy: unknown, flags: CONFIG_JUDGE_NON_TCP, hold_ns: 1_000 };
-        let facts = Known { now_ns, uid, origin, container, exempt, ..Known::default() };
+        let mut facts = Known { now_ns, uid, origin, container, exempt, ..Known::default() };
         let got = judge(&packet, &settings, &policy, &mut facts.clone());
         let described = format!("{packet:?} {policy:?} {got:?}");
         let effective = effective_mode(mode, policy.mode);
@@ -478,7 +478,7 @@ proptest! {
         // Audit predicts enforce: same verdict, same count, and would_drop where enforce drops.
         if policy.kind == PodKind::Meshed.code() && effective == Mode::Audit.code() {
             let pod = PodPolicy { mode: Mode::Enforce.code(), ..policy };
-            let enforced = judge(&packet, &settings, &pod, &mut facts.clone());
+            let enforced = judge(&packet, &settings, &pod, &mut facts);
             prop_assert_eq!(enforced.verdict, got.verdict);
             prop_assert_eq!(enforced.count, got.count);
             prop_assert_eq!(enforced.drop, got.would_drop || (got.verdict == Verdict::Retry && enforced.drop));

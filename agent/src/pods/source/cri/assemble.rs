@@ -124,6 +124,8 @@ fn facts(
     let known = before.and_then(|before| before.sandbox.as_ref());
     if let Some(known) = known.filter(|known| known.id == id && (known.ready || !sandbox.ready)) {
         let Sandbox { pid, netns, runtime_type, host_network, cgroup_parent, .. } = known.clone();
+        // The number of a process that has ended may be another's by now.
+        let pid = pid.filter(|_| sandbox.ready);
         sandbox = Sandbox { pid, netns, runtime_type, host_network, cgroup_parent, ..sandbox };
     }
     let mut containers: Vec<_> =
@@ -195,7 +197,7 @@ pub(super) fn add_sandbox(pod: &mut PodFacts, status: Option<&PodSandboxStatus>,
         .map(|options| options.network == NamespaceMode::Node as i32);
     // An answer without the options still says something by having a namespace of its own.
     sandbox.host_network = network.or_else(|| netns.is_some().then_some(false));
-    sandbox.pid = pid;
+    sandbox.pid = pid.filter(|_| sandbox.ready);
     sandbox.netns = netns;
     sandbox.runtime_type = runtime_type;
     sandbox.cgroup_parent = cgroup_parent;

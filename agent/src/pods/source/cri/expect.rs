@@ -18,6 +18,9 @@ use crate::{
 const FIRST: Duration = Duration::from_millis(10);
 const LAST: Duration = Duration::from_secs(2);
 
+/// While a promise is young the pauses stay short: what is late by then is about to start, or has just ended.
+const YOUNG: Duration = Duration::from_secs(2);
+
 /// After so long the regular rounds must do. Setting up a pod's network can take a while.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -35,11 +38,22 @@ pub(super) enum Expected {
     Ended(ContainerId),
 }
 
+impl Expected {
+    /// Longest pause between two looks for this, `age` after the hint.
+    fn longest_pause(self, age: Duration) -> Duration {
+        match self {
+            _ if age >= YOUNG => LAST,
+            Self::Pod(_) => Duration::from_millis(100),
+            Self::Container(_) | Self::Ended(_) => Duration::from_millis(40),
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Wait {
+    since: Instant,
     next: Instant,
     pause: Duration,
-    until: Instant,
 }
 
 /// All open promises.
@@ -66,16 +80,16 @@ impl Expectations {
 
     pub(super) fn add(&mut self, expected: Expected, now: Instant) {
         if self.0.len() < MOST {
-            self.0.entry(expected).or_insert(Wait { next: now + FIRST, pause: FIRST, until: now + PATIENCE });
+            self.0.entry(expected).or_insert(Wait { since: now, next: now + FIRST, pause: FIRST });
         }
     }
 
     /// Drops what `known` shows by now and what took too long, and puts the rest off. Returns when to look again.
     pub(super) fn settle(&mut self, known: &Known, now: Instant) -> Option<Instant> {
         let shown = Shown::of(known);
-        self.0.retain(|expected, wait| now < wait.until && !shown.fulfils(expected));
-        for wait in self.0.values_mut().filter(|wait| wait.next <= now) {
-            wait.pause = (wait.pause * 2).min(LAST);
+        self.0.retain(|expected, wait| now < wait.since + PATIENCE && !shown.fulfils(expected));
+        for (expected, wait) in self.0.iter_mut().filter(|(_, wait)| wait.next <= now) {
+            wait.pause = (wait.pause * 2).min(expected.longest_pause(now - wait.since));
             wait.next = now + wait.pause;
         }
         self.0.values().map(|wait| wait.next).min()
@@ -156,17 +170,28 @@ mod tests {
 
     #[test]
     fn looks_again_ever_slower_until_it_gives_up() {
+        for (hint, young, most) in [
+            (nudge(CgroupEventKind::Made, None), [10, 20, 40, 80, 100, 100], 60),
+            (nudge(CgroupEventKind::Made, Some(id())), [10, 20, 40, 40, 40, 40], 95),
+        ] {
+            let (pauses, given_up) = looks(hint);
+            assert_eq!(pauses[..6].iter().map(Duration::as_millis).collect::<Vec<_>>(), young);
+            assert_eq!(pauses.iter().max(), Some(&LAST));
+            assert!(given_up >= PATIENCE && pauses.len() < most, "{} looks in {given_up:?}", pauses.len());
+        }
+    }
+
+    /// The pauses between the looks for something that never shows, and their sum.
+    fn looks(hint: Nudge) -> (Vec<Duration>, Duration) {
         let start = Instant::now();
         let mut open = Expectations::default();
-        open.hint(nudge(CgroupEventKind::Made, None), start);
+        open.hint(hint, start);
         let (mut now, mut pauses) = (start, Vec::new());
         while let Some(next) = open.settle(&Known::new(), now) {
             pauses.push(next - now);
             now = next;
         }
-        assert_eq!(pauses[..4].iter().map(Duration::as_millis).collect::<Vec<_>>(), [10, 20, 40, 80]);
-        assert_eq!(pauses.iter().max(), Some(&LAST));
-        assert!(now - start >= PATIENCE && pauses.len() < 45, "{} looks", pauses.len());
+        (pauses, now - start)
     }
 
     #[test]

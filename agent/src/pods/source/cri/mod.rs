@@ -49,7 +49,7 @@ pub struct CriOptions {
     pub container_names: Keys,
     /// Time between two regular rounds, give or take a fifth.
     pub resync: Duration,
-    /// How long hints are collected before a round.
+    /// Least time from one round to the next one for a hint: a burst of hints is collected for so long.
     pub debounce: Duration,
     /// Deadline of a connection and of a list.
     pub list_deadline: Duration,
@@ -219,17 +219,17 @@ impl CriSource {
             let regular = now + self.about(self.options.resync);
             let next = [self.expected.settle(&self.known, now), self.failed.next_try()];
             let next = next.into_iter().flatten().fold(regular, Instant::min);
-            if let Woken::Closed = self.wait(next, Some(self.options.debounce), nudges, out).await {
+            if let Woken::Closed = self.wait(next, Some(now + self.options.debounce), nudges, out).await {
                 return Ended::Closed;
             }
         }
     }
 
-    /// Waits until `next`, taking hints. With `debounce`, the first hint shortens the wait to that.
+    /// Waits until `next`, taking hints. A hint ends the wait, but not before `hinted`.
     async fn wait(
         &mut self,
         mut next: Instant,
-        debounce: Option<Duration>,
+        hinted: Option<Instant>,
         nudges: &mut mpsc::Receiver<Nudge>,
         out: &mpsc::Sender<PodUpdate>,
     ) -> Woken {
@@ -238,11 +238,8 @@ impl CriSource {
                 () = tokio::time::sleep_until(next) => return Woken::Time,
                 () = out.closed() => return Woken::Closed,
                 Some(nudge) = nudges.recv() => {
-                    let now = Instant::now();
-                    self.expected.hint(nudge, now);
-                    if let Some(debounce) = debounce {
-                        next = next.min(now + debounce);
-                    }
+                    self.expected.hint(nudge, Instant::now());
+                    next = next.min(hinted.unwrap_or(next));
                 }
             }
         }

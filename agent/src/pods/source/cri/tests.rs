@@ -198,7 +198,8 @@ async fn a_removed_pod_is_gone() {
     h.synced().await;
     h.fake.node().stop_sandbox(1);
     h.nudge(CgroupEventKind::Removed, 1, None).await;
-    assert!(!h.upsert().await.sandbox.expect("kept while listed").ready);
+    let sandbox = h.upsert().await.sandbox.expect("kept while listed");
+    assert_eq!((sandbox.ready, sandbox.pid), (false, None));
     h.fake.node().remove_sandbox(1);
     h.nudge(CgroupEventKind::Removed, 1, None).await;
     assert_eq!(h.next().await, PodUpdate::Gone(pod_uid(1)));

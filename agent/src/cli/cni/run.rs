@@ -1,0 +1,141 @@
+//! `nobypass cni run`.
+
+use std::io::IsTerminal as _;
+use std::path::PathBuf;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tracing_subscriber::EnvFilter;
+
+use super::{Failure, Mode, RuntimeName, Where, Which, contract};
+use crate::cli::exit::{Exit, print};
+use crate::cni::discover::MESH_PLUGINS;
+use crate::cni::entry::Place;
+use crate::cni::guard::{Config, Want};
+use crate::cni::install::{Contract, Template};
+use crate::cni::metrics::Metrics;
+use crate::cni::plan::Options;
+use crate::cni::run::{self as half, RunError};
+
+/// What the CNI half is told, alone and in the agent.
+#[derive(Debug, clap::Args)]
+pub struct HalfArgs {
+    #[command(flatten)]
+    place: Where,
+    #[command(flatten)]
+    which: Which,
+    /// What is nobypass's part in this node's CNI configuration
+    #[arg(long, value_name = "MODE", env = "NOBYPASS_CNI_MODE", default_value = "guard")]
+    cni_mode: Mode,
+    /// How the node's container runtime chooses its config
+    #[arg(long, value_name = "RUNTIME", env = "NOBYPASS_CNI_RUNTIME", default_value = "containerd")]
+    cni_runtime: RuntimeName,
+    /// Leave single-plugin files (.conf, .json) as they are
+    #[arg(long, env = "NOBYPASS_CNI_KEEP_CONF")]
+    cni_keep_conf: bool,
+    /// Directory of the plugin binaries, for install mode [default: /opt/cni/bin, or what CONTAINER_MOUNT_PREFIX and
+    /// DEST_CNI_BIN_DIR say]
+    #[arg(long, value_name = "DIR", env = "NOBYPASS_CNI_BIN_DIR")]
+    cni_bin_dir: Option<PathBuf>,
+    /// In install mode, take everything off the node again when told to stop. Not for upgrades: pods that start in
+    /// between would bypass the mesh
+    #[arg(long, env = "NOBYPASS_CNI_CLEANUP_ON_EXIT")]
+    cni_cleanup_on_exit: bool,
+}
+
+/// `nobypass cni run`.
+#[derive(Debug, clap::Args)]
+pub struct Run {
+    #[command(flatten)]
+    half: HalfArgs,
+    /// What to log: a level, or a tracing filter
+    #[arg(long, value_name = "FILTER", env = "NOBYPASS_LOG", default_value = "info")]
+    log: String,
+}
+
+impl HalfArgs {
+    /// How to run it, `None` if it is off.
+    pub fn settings(&self) -> Result<Option<(Config, half::Mode)>, Failure> {
+        if self.cni_mode == Mode::Off {
+            return Ok(None);
+        }
+        let mut contract = contract()?;
+        let (dir, host) = self.place.dirs(&contract);
+        if let Some(bin_dir) = &self.cni_bin_dir {
+            contract.mounted_bin = Some(bin_dir.clone());
+        }
+        contract.mounted_net = Some(dir.clone());
+        if let Some(entry) = &self.which.cni_entry {
+            contract.template = Some(Template::File(entry.clone()));
+        }
+        let mode = mode(self, contract)?;
+        let config = Config {
+            host,
+            options: Options { convert: !self.cni_keep_conf, clean_meta: self.cni_mode == Mode::Install },
+            runtime: self.cni_runtime.into(),
+            ..Config::new(dir)
+        };
+        Ok(Some((config, mode)))
+    }
+}
+
+/// Runs it.
+pub fn run(args: &Run) -> Result<Exit, Failure> {
+    let Some((config, mode)) = args.half.settings()? else {
+        return Ok(print("nothing to do: the CNI half is off\n"));
+    };
+    let filter = EnvFilter::try_new(&args.log).map_err(|error| (Exit::Usage, format!("--log: {error}")))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    let failed = |error: std::io::Error| (Exit::Failed, format!("cannot start: {error}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    tracing::info!(dir = %config.dir.display(), mode = ?args.half.cni_mode, runtime = ?args.half.cni_runtime, "keeping the CNI directory");
+    let ended = runtime.block_on(async {
+        let stop = stop().map_err(RunError::Start)?;
+        half::run(config, mode, Metrics::default(), stop).await
+    });
+    match ended {
+        Ok(()) => Ok(Exit::Ok),
+        Err(error @ RunError::Contract(_)) => Err((Exit::Usage, error.to_string())),
+        Err(error) => Err((Exit::Failed, error.to_string())),
+    }
+}
+
+fn mode(args: &HalfArgs, contract: Contract) -> Result<half::Mode, Failure> {
+    if args.cni_mode == Mode::Install {
+        let cleanup = args.cni_cleanup_on_exit;
+        return Ok(half::Mode::Install { contract: Box::new(contract), cleanup });
+    }
+    let want = match args.which.given(&contract)? {
+        Some(wanted) => Want::Entry(wanted.entry),
+        None => {
+            let known = || MESH_PLUGINS.map(str::to_owned).to_vec();
+            let plugins = args.which.cni_plugin.clone().map_or_else(known, |plugin| vec![plugin]);
+            Want::Learn { plugins, place: Place::Last }
+        }
+    };
+    Ok(half::Mode::Guard(want))
+}
+
+/// True from SIGTERM or SIGINT on; the second one ends the process at once.
+fn stop() -> std::io::Result<watch::Receiver<bool>> {
+    let (sender, stop) = watch::channel(false);
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            if sender.send_replace(true) {
+                tracing::warn!("told to stop again; ending at once");
+                rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).ok();
+            }
+            tracing::info!("told to stop");
+        }
+    });
+    Ok(stop)
+}

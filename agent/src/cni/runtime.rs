@@ -1,0 +1,1 @@
+//! Asks the container runtime what it has really loaded.

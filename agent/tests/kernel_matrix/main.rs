@@ -1,0 +1,19 @@
+//! Every kind of traffic against every way of redirecting and every mode: what the pod's counters say, what the
+//! application saw, and what reached the outside. Then each policy on its own.
+
+#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+
+#[path = "../support"]
+mod support {
+    #![allow(dead_code, reason = "each test target uses its part")]
+    pub mod agent;
+    pub mod machine;
+    pub mod mounts;
+}
+
+mod depths;
+mod exemptions;
+mod held;
+mod matrix;
+mod policies;
+mod scene;

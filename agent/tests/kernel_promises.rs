@@ -1,0 +1,242 @@
+//! What must hold without exception: nothing gets out first, nothing is counted twice or not at all, and an agent
+//! that dies takes nothing with it.
+
+#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+
+mod support {
+    #![allow(dead_code, reason = "each test target uses its part")]
+    pub mod agent;
+    pub mod machine;
+    pub mod mounts;
+}
+
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nobypass::bpf::Maps;
+use nobypass::detect::verdict::{bypasses, count};
+use nobypass_common::abi::{NAME_MAX, PodCounters, PodName, PodPolicy};
+use nobypass_common::ids::{Counter, PodKind};
+use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
+use nobypass_testkit::netns::{FAR4, Netns, world_with_pod};
+use nobypass_testkit::traffic::Traffic;
+use nobypass_testkit::wait;
+use support::agent::Agent;
+use support::machine::Machine;
+
+const PORT: u16 = 8080;
+const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
+
+/// How many new cgroups each way of entering them is tried with. A smaller number is for trying things out.
+fn tries() -> u64 {
+    std::env::var("NOBYPASS_TEST_FIRST_PACKETS").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000)
+}
+
+/// A pod that its agent knows as meshed, with an app container in it.
+fn meshed(machine: &Machine, maps: &mut Maps) -> (Pod, Cgroup) {
+    let pod = machine.scratch.pod(Qos::Burstable, UID).unwrap();
+    let app = pod.container(&"a".repeat(64)).unwrap();
+    let id = pod.id().unwrap();
+    let known = wait::until("the pod's entry", wait::HANG, || maps.policy(id)).unwrap();
+    maps.set_policy(id, &PodPolicy { kind: PodKind::Meshed.code(), ..known }).unwrap();
+    (pod, app)
+}
+
+fn first_packets(machine: &Machine, netns: &Netns, enter: &str, n: u64) -> (u64, u64) {
+    let below = machine.scratch.kubepods().join("burstable");
+    std::fs::create_dir_all(&below).unwrap();
+    let traffic = Traffic::new()
+        .netns(netns)
+        .option("parent", below.display())
+        .option("count", n)
+        .option("enter", enter);
+    let report = traffic.run(&[&"first-packet", &FAR4, &PORT]).unwrap();
+    (report.count("tried"), report.count("established"))
+}
+
+/// A brand-new pod's first process's first action is connect(): with unknown pods held, not one SYN gets out, with
+/// an agent and without.
+#[test]
+fn no_first_packet_of_a_brand_new_pod_gets_out() {
+    let machine = Machine::new();
+    let (world, pod) = world_with_pod("first").unwrap();
+    let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();
+    let args = ["--mode", "enforce", "--unknown-pods", "hold", "--hold-ms", "60000"];
+    let agent = machine.launch().args(args).start().attached();
+    world.count_syns().unwrap();
+    let tries = tries();
+    for enter in ["procs", "clone3"] {
+        assert_eq!(first_packets(&machine, &pod.ns, enter, tries), (tries, 0), "by {enter}, agent alive");
+    }
+    let maps = machine.maps();
+    assert_eq!(count(&maps.totals().unwrap(), Counter::Held), 2 * tries, "each held once");
+    agent.kill();
+    for enter in ["procs", "clone3"] {
+        assert_eq!(first_packets(&machine, &pod.ns, enter, tries), (tries, 0), "by {enter}, agent dead");
+    }
+    assert_eq!(count(&maps.totals().unwrap(), Counter::Held), 4 * tries, "each held once, nobody watching");
+    assert_eq!(world.syns().unwrap(), 0, "SYNs seen outside");
+    // The same try without a hold: the test can tell the difference.
+    let agent = machine.launch().start().attached();
+    assert_eq!(first_packets(&machine, &pod.ns, "clone3", 200), (200, 200));
+    agent.kill();
+}
+
+/// Two processes flood; one more counter than connection, or one less, fails.
+fn flood(pod: &Cgroup, netns: &Netns, n: u64) -> u64 {
+    std::thread::scope(|scope| {
+        let one = || {
+            let traffic = Traffic::new().netns(netns).cgroup(pod).option("parallel", 2);
+            traffic.run(&[&"flood", &FAR4, &PORT, &n]).unwrap().count("started")
+        };
+        let other = scope.spawn(one);
+        one() + other.join().unwrap()
+    })
+}
+
+fn events(totals: &PodCounters) -> [u64; 3] {
+    [Counter::EventsEmitted, Counter::EventsSuppressed, Counter::EventsRingFull]
+        .map(|counter| count(totals, counter))
+}
+
+#[test]
+fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
+    let machine = Machine::new();
+    let (world, net) = world_with_pod("flood").unwrap();
+    let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();
+    // Without a limit worth the name the ring buffer is what overflows.
+    let agent = machine.launch().args(["--event-rate", "100000"]).start().attached();
+    let mut maps = machine.maps();
+    let (pod, app) = meshed(&machine, &mut maps);
+    let id = pod.id().unwrap();
+
+    let mut connects = flood(&app, &net.ns, 20_000);
+    let exact = |maps: &Maps, connects: u64| {
+        let totals = maps.totals().unwrap();
+        assert_eq!(count(&maps.counters(id).unwrap(), Counter::Bypass), connects, "the pod's counter");
+        assert_eq!(bypasses(&totals), connects, "the node's counter");
+        assert_eq!(
+            events(&totals).iter().sum::<u64>(),
+            connects,
+            "emitted + suppressed + lost: {:?}",
+            events(&totals)
+        );
+        totals
+    };
+    exact(&maps, connects);
+    agent.kill();
+    connects += flood(&app, &net.ns, 20_000);
+    let totals = exact(&maps, connects);
+    assert!(
+        count(&totals, Counter::EventsRingFull) > 0,
+        "nobody read, so the ring buffer was full: {totals:?}"
+    );
+    assert!(count(&totals, Counter::Retry) == 0, "an answered SYN is not repeated");
+
+    // With the usual limit, what is left out is suppressed, not lost, and a new agent reads what waited.
+    let agent = machine.launch().start().attached();
+    connects += flood(&app, &net.ns, 20_000);
+    let totals = exact(&maps, connects);
+    assert!(count(&totals, Counter::EventsSuppressed) > 30_000, "{totals:?}");
+    // What the agent exports is what the kernel counted.
+    let status = agent.status();
+    assert_eq!(status["pods"][0]["bypasses"], connects);
+    assert!(
+        agent.log().lines().filter(|line| line.contains("bypasses its proxy")).count() <= 10,
+        "{}",
+        agent.log()
+    );
+    agent.kill();
+}
+
+/// A pod that ends takes nothing from the sums, nor does an agent that ends after it.
+#[test]
+fn sums_of_pods_that_are_gone_outlive_pods_and_agents() {
+    const TRIES: u64 = 300;
+    let machine = Machine::new();
+    let (world, net) = world_with_pod("sums").unwrap();
+    let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();
+    let agent = machine.launch().start().attached();
+    let mut maps = machine.maps();
+    let (pod, app) = meshed(&machine, &mut maps);
+    let field = |text: &str| {
+        let mut bytes = [0; 64];
+        bytes[..text.len()].copy_from_slice(text.as_bytes());
+        bytes
+    };
+    let mut name = PodName { namespace: field("shop"), name: [0; NAME_MAX], mesh: [0; 32] };
+    name.name[..4].copy_from_slice(b"cart");
+    name.mesh[..7].copy_from_slice(b"linkerd");
+    maps.set_name(pod.id().unwrap(), &name).unwrap();
+    let traffic = Traffic::new().netns(&net.ns).cgroup(&app);
+    assert_eq!(traffic.run(&[&"flood", &FAR4, &PORT, &TRIES]).unwrap().count("started"), TRIES);
+
+    let labels = [("namespace", "shop"), ("mesh", "linkerd")];
+    let sum = |agent: &Agent| agent.metrics().sum("bypass_connections_total", &labels);
+    agent.kill();
+    // The pod lives, its source is silent: the new agent remembers what the last one knew of it.
+    let agent = machine.launch().start().attached();
+    assert_eq!(sum(&agent), TRIES, "of a living pod");
+    (*pod).clone().remove().unwrap();
+    agent.until("the pod to be forgotten", |agent| {
+        agent.status()["pods"].as_array().unwrap().is_empty().then_some(())
+    });
+    assert_eq!(sum(&agent), TRIES, "after the pod");
+    agent.kill();
+    let agent = machine.launch().start().attached();
+    assert_eq!(sum(&agent), TRIES, "after the pod and the agent");
+    agent.kill();
+}
+
+/// Agents come and go by SIGKILL while a meshed pod tries to get out: nothing does, and each try counts once.
+#[test]
+fn killed_and_started_again_under_load_nothing_gets_out_and_counters_go_on() {
+    const CYCLES: usize = 20;
+    let machine = Machine::new();
+    let (world, net) = world_with_pod("cycle").unwrap();
+    let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();
+    let start = || machine.launch().args(["--mode", "enforce"]).start();
+    let first: Agent = start().attached();
+    let mut maps = machine.maps();
+    let (pod, app) = meshed(&machine, &mut maps);
+    let id = pod.id().unwrap();
+    world.count_syns().unwrap();
+
+    let stop = AtomicBool::new(false);
+    let (agent, tried) = std::thread::scope(|scope| {
+        let mut agent = first;
+        let load = scope.spawn(|| {
+            let mut tried = 0;
+            while !stop.load(Ordering::Relaxed) {
+                let traffic = Traffic::new().netns(&net.ns).cgroup(&app);
+                tried += traffic.run(&[&"flood", &FAR4, &PORT, &500]).unwrap().count("started");
+            }
+            tried
+        });
+        let mut last = 0;
+        for _ in 0..CYCLES {
+            agent.kill();
+            agent = start().attached();
+            assert!(agent.log().contains("adopted=true"), "{}", agent.log());
+            let now = count(&maps.counters(id).unwrap(), Counter::Bypass);
+            assert!(now >= last, "a counter went back from {last} to {now}");
+            last = now;
+        }
+        stop.store(true, Ordering::Relaxed);
+        (agent, load.join().unwrap())
+    });
+    assert_eq!(world.syns().unwrap(), 0, "SYNs seen outside");
+    let counters = maps.counters(id).unwrap();
+    assert!(tried > 0);
+    assert_eq!(count(&counters, Counter::Bypass), tried, "each try counts once, whoever watched");
+    assert_eq!(count(&counters, Counter::BypassDropped), tried);
+    agent.kill();
+    let cleanup = machine.mounts.command(support::agent::BIN);
+    let ended = support::agent::run(with_args(cleanup, &["cleanup"]));
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+}
+
+fn with_args(mut command: Command, args: &[&str]) -> Command {
+    command.args(args);
+    command
+}
