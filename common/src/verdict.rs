@@ -215,11 +215,14 @@ fn on_loopback<F: Facts>(packet: &Packet, policy: &PodPolicy, facts: &mut F) -> 
     if !is_redirected(packet, facts) || from_proxy(packet, policy, facts) {
         return Judgement::pass(Verdict::Local, true);
     }
-    let count = match facts.syn_origin() {
-        SynOrigin::Retry => false,
-        SynOrigin::First | SynOrigin::RetryOfHeld | SynOrigin::RetryOfDropped | SynOrigin::Raw => true,
-    };
-    Judgement::pass(Verdict::RedirectProof, count)
+    match facts.syn_origin() {
+        SynOrigin::Retry => Judgement::pass(Verdict::RedirectProof, false),
+        SynOrigin::First | SynOrigin::RetryOfHeld | SynOrigin::RetryOfDropped => {
+            Judgement::pass(Verdict::RedirectProof, true)
+        }
+        // Nobody knows what a raw socket asked for, and applications do not connect by one.
+        SynOrigin::Raw => Judgement::pass(Verdict::Local, true),
+    }
 }
 
 /// Whether a SYN on lo was sent there by a redirection rather than addressed to the pod itself.

@@ -6,6 +6,7 @@
 #[path = "../support"]
 mod support {
     #![allow(dead_code, reason = "each test target uses its part")]
+    #![allow(clippy::expect_used, clippy::panic, reason = "the helpers of a test may panic as the test may")]
     pub mod agent;
     pub mod machine;
     pub mod mounts;

@@ -211,8 +211,10 @@ fn column(variant: Variant) {
         node.mode(mode);
         for class in &CLASSES {
             let name = format!("{} × {variant:?} × {}", class.name, mode.label());
+            let expected = expected(class, variant, mode);
+            scene.expect(&expected);
             let seen = node.measure(&scene, || class.run(&scene));
-            wrong.extend(expected(class, variant, mode).differs(&name, &seen));
+            wrong.extend(expected.differs(&name, &seen));
         }
     }
     let cells = 3 * CLASSES.len();

@@ -1,12 +1,14 @@
 //! A meshed pod with an app and a proxy on a small network, and the measure of what one try did.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use nobypass::bpf::Maps;
 use nobypass_common::abi::{POD_PROXY_UID, PodPolicy};
 use nobypass_common::ids::{Counter, Mode, PodKind};
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
-use nobypass_testkit::netns::{PodNet, World, world_with_pod};
+use nobypass_testkit::netns::{FAR4, FAR6, PodNet, World, world_with_pod};
 use nobypass_testkit::redirect::{Ports, Variant, apply_redirect};
 use nobypass_testkit::traffic::{Report, Running, Traffic};
 use nobypass_testkit::wait;
@@ -22,8 +24,10 @@ pub const CLOSED: u16 = 9999;
 pub const OWN_PORT: u16 = 9000;
 /// The application's UID.
 pub const APP_UID: u32 = 1000;
-/// Below the second after which the kernel repeats a SYN.
+/// How long an application waits that waits in vain: less than the second after which the kernel repeats a SYN.
 pub const PATIENCE_MS: u64 = 300;
+/// How long one waits that is answered, on however slow a machine.
+const ANSWERED_MS: u64 = 20_000;
 /// What an application sees of a dropped SYN.
 pub const BLOCKED: &[&str] = &["TIMEOUT"];
 
@@ -38,7 +42,8 @@ pub fn counts(list: &[(Counter, u64)]) -> Counts {
 /// An agent that judges everything, on a machine of its own.
 pub struct Node {
     pub maps: Maps,
-    pub agent: Agent,
+    /// `None` for a test of what the kernel does alone.
+    pub agent: Option<Agent>,
     pub machine: Machine,
 }
 
@@ -50,7 +55,7 @@ impl Node {
     pub fn start(machine: Machine, args: &[&str]) -> Self {
         let all = ["--non-tcp", "count", "--inbound", "audit", "--event-rate", "100000"];
         let agent = machine.launch().args(all).args(args).start().attached();
-        Self { maps: machine.maps(), agent, machine }
+        Self { maps: machine.maps(), agent: Some(agent), machine }
     }
 
     /// A meshed pod whose network redirects in this way.
@@ -72,18 +77,30 @@ impl Node {
         self.maps.set_mode(mode).unwrap();
     }
 
-    /// Runs one try and measures it.
+    /// Runs one try and checks it.
+    pub fn check(&self, name: &str, scene: &Scene, expected: &Expected, run: impl FnOnce() -> Report) {
+        scene.expect(expected);
+        expected.check(name, &self.measure(scene, run));
+    }
+
+    /// Runs one try and measures it. Retransmits count only for who waited for them.
     pub fn measure(&self, scene: &Scene, run: impl FnOnce() -> Report) -> Seen {
+        let mut seen = self.measure_all(scene, run);
+        // On a machine that stood still the helper's patience outlasted the kernel's.
+        if seen.report.count("total_us") >= 900_000 {
+            seen.counted.remove(Counter::Retry.label());
+        }
+        seen
+    }
+
+    /// As [`Node::measure`], retransmits included.
+    pub fn measure_all(&self, scene: &Scene, run: impl FnOnce() -> Report) -> Seen {
         let before = scene.state(&self.maps);
         let report = run();
         let after = scene.state(&self.maps);
         let grown = |label: &&'static str| after.0[label] - before.0.get(label).copied().unwrap_or(0);
         let mut counted: Counts = after.0.keys().map(|label| (*label, grown(label))).collect();
         counted.retain(|_, n| *n > 0);
-        // On a machine that stood still the helper's patience outlasted the kernel's.
-        if report.count("total_us") >= 900_000 {
-            counted.remove(Counter::Retry.label());
-        }
         Seen { counted, report, outside: after.1 - before.1 }
     }
 }
@@ -162,9 +179,8 @@ impl Expected {
 
     /// Fails with the difference.
     pub fn check(&self, name: &str, seen: &Seen) {
-        if let Some(difference) = self.differs(name, seen) {
-            panic!("{difference}");
-        }
+        let difference = self.differs(name, seen);
+        assert!(difference.is_none(), "{}", difference.unwrap_or_default());
     }
 }
 
@@ -178,9 +194,10 @@ pub fn saw(report: &Report) -> &str {
 
 /// A pod, its network and what runs in it.
 pub struct Scene {
-    pub far: Running,
-    pub server: Running,
-    pub sidecar: Option<Running>,
+    /// What runs: the outside's server, the application's, the proxy.
+    _running: Vec<Running>,
+    /// How long applications wait, ms.
+    patience: Cell<u64>,
     pub world: World,
     pub net: PodNet,
     pub pod: Pod,
@@ -204,8 +221,10 @@ impl Scene {
         let id = pod.id().unwrap();
         let known = wait::until("the pod's entry", wait::HANG, || node.maps.policy(id)).unwrap();
         let server = Traffic::new().netns(&net.ns).cgroup(&app).uid(APP_UID).server(&[OWN_PORT]).unwrap();
-        let sidecar = (variant != Variant::None)
-            .then(|| Traffic::new().netns(&net.ns).cgroup(&proxy).proxy(variant).unwrap());
+        let mut running = vec![far, server];
+        if variant != Variant::None {
+            running.push(Traffic::new().netns(&net.ns).cgroup(&proxy).proxy(variant).unwrap());
+        }
         let proxy_uid = Ports::of(variant).uid;
         let policy = PodPolicy {
             kind: PodKind::Meshed.code(),
@@ -214,16 +233,38 @@ impl Scene {
             proxy_uid,
             ..known
         };
-        Self { far, server, sidecar, world, net, pod, app, proxy, proxy_uid, id, policy }
+        Self {
+            _running: running,
+            patience: Cell::new(PATIENCE_MS),
+            world,
+            net,
+            pod,
+            app,
+            proxy,
+            proxy_uid,
+            id,
+            policy,
+        }
+    }
+
+    /// Makes the next tries as patient as what they will see allows.
+    pub fn expect(&self, expected: &Expected) {
+        let answered = !expected.saw.contains(&"TIMEOUT");
+        self.patience.set(if answered { ANSWERED_MS } else { PATIENCE_MS });
     }
 
     fn traffic(&self, cgroup: &Cgroup) -> Traffic {
-        Traffic::new().netns(&self.net.ns).cgroup(cgroup).option("timeout-ms", PATIENCE_MS)
+        Traffic::new().netns(&self.net.ns).cgroup(cgroup).option("timeout-ms", self.patience.get())
     }
 
     /// Of the application.
     pub fn app(&self) -> Traffic {
         self.traffic(&self.app).uid(APP_UID)
+    }
+
+    /// One try of the application to the outside, in the family that the command has.
+    pub fn out(&self, command: &str, port: u16) -> Report {
+        self.app().run(&[&command, &far(command), &port]).unwrap()
     }
 
     /// From the application's container as another user, 0 for what needs a raw socket.
@@ -244,7 +285,7 @@ impl Scene {
 
     /// From outside.
     pub fn outside(&self) -> Traffic {
-        Traffic::new().netns(self.world.far()).option("timeout-ms", PATIENCE_MS)
+        Traffic::new().netns(self.world.far()).option("timeout-ms", self.patience.get())
     }
 
     /// All counters, and the SYNs outside.
@@ -253,6 +294,11 @@ impl Scene {
         let counted = Counter::ALL.iter().map(|counter| (counter.label(), all[counter.code() as usize]));
         (counted.collect(), self.world.syns().unwrap())
     }
+}
+
+/// The outside's address for a command.
+pub fn far(command: &str) -> IpAddr {
+    if command.ends_with('6') { FAR6.into() } else { FAR4.into() }
 }
 
 /// Another UID for each pod.

@@ -66,6 +66,8 @@ pub(super) struct Engine {
     /// Whether the newer agent is still there is looked at in the next pass.
     recheck: bool,
     not_before: Instant,
+    /// Descriptors ran out.
+    pub crowded: bool,
     next_scan: Instant,
     next_look: Instant,
 }
@@ -102,6 +104,7 @@ impl Engine {
             fresh: false,
             recheck: false,
             not_before: now,
+            crowded: false,
             next_scan: now,
             next_look: now,
         }
@@ -293,6 +296,9 @@ impl Engine {
     fn adopt(&mut self, dir: OwnedFd) {
         let mut swapper = Swapper::new(dir, vec![self.config.dir.clone(), self.config.host.clone()]);
         swapper.set_grace(self.config.grace);
+        if let Err(error) = swapper.sync_in_background() {
+            tracing::debug!(%error, "no thread for waiting for the disk; patches wait themselves");
+        }
         if let Some(seam) = self.config.seam.clone() {
             swapper.set_seam(Box::new(move |step| seam.before(step)));
         }
@@ -412,6 +418,8 @@ impl Engine {
     pub fn was_unprotected(&mut self, name: &OsStr, since: Instant) {
         if self.summary.active.as_deref().is_none_or(|active| name <= active) {
             self.window.set(Protection::Unprotected, since);
+            // Even if the bytes are those of before: the runtime may have loaded what was there in between.
+            self.summary.version += 1;
         }
     }
 

@@ -1,6 +1,8 @@
 //! Puts a new version in place and looks at what came out, until that is what was expected.
 
 use std::ffi::{OsStr, OsString};
+use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use rustix::fs::{AtFlags, RenameFlags};
@@ -89,7 +91,10 @@ impl Swapper {
             let Some(out) = out else { return self.done(turn, None) };
             match self.inspect(&turn.target, &out, &turn.expect) {
                 Ok(None) => return self.done(turn, Some(out)),
-                Ok(Some(found)) => turn = self.answer(turn, found, out, plan),
+                Ok(Some(found)) => match self.answer(turn, found, out, plan) {
+                    ControlFlow::Continue(next) => turn = next,
+                    ControlFlow::Break(outcome) => return outcome,
+                },
                 Err(error) => return Err(self.undo(&turn.target, &turn.put, &out, error)),
             }
         }
@@ -98,36 +103,63 @@ impl Swapper {
         Err(SwapError::Contended { name, rounds: MAX_ROUNDS })
     }
 
-    /// Another writer's version came out: decides what goes in instead of ours.
-    fn answer(&mut self, turn: Turn, found: Found, out: OsString, plan: &mut super::Planner<'_>) -> Turn {
-        let Turn { target, kind, put, writes, .. } = turn;
-        let expect = put.version;
+    /// Another writer's version came out: decides what goes in instead of ours. An outcome means that it may stay.
+    fn answer(
+        &mut self,
+        turn: Turn,
+        found: Found,
+        out: OsString,
+        plan: &mut super::Planner<'_>,
+    ) -> ControlFlow<Result<Outcome, SwapError>, Turn> {
         let (version, outcome) = match found {
-            Found::File(version) => match plan(kind, &version.bytes) {
-                Plan::Write(bytes) => match self.create_synced(&target, &bytes, &version, &expect.bytes) {
-                    Ok(put) => {
-                        let from = version.bytes.clone();
-                        let patched = Patched { bytes, from, writes: 0, exchanged: true };
-                        let outcome = Ok(Outcome::Patched(patched));
-                        let pending = Some((out, version));
-                        return Turn { target, kind, put, expect, pending, outcome, writes };
-                    }
-                    Err(error) => (version, Err(error)),
-                },
-                Plan::Leave(leave) => {
+            Found::File(version) => match plan(turn.kind, &version.bytes) {
+                Plan::Write(bytes) => return ControlFlow::Continue(self.go_on(turn, out, version, bytes)),
+                // A copy, since whoever still writes to the original may be older than what came after it.
+                Plan::Leave(_) => {
                     let bytes = version.bytes.clone();
-                    (version, Ok(Outcome::Left(leave, bytes)))
+                    return ControlFlow::Continue(self.go_on(turn, out, version, bytes));
                 }
-                Plan::Refuse(refusal) => (version, Ok(Outcome::Refused(refusal))),
+                Plan::Refuse(refusal) => match self.has_writers(&version, &turn.target.name) {
+                    // In the middle of it. Until then the version made from the older bytes is a whole one.
+                    true => return ControlFlow::Break(self.wait_for_writer(turn, out, version)),
+                    false => (version, Ok(Outcome::Refused(refusal))),
+                },
                 Plan::Convert(_) => (version, Ok(Outcome::Changed)),
             },
             Found::Other(stat, refusal) => (Version::opaque(stat), Ok(Outcome::Refused(refusal))),
             // A symbolic link took the name: it goes back, and the file behind it is looked at next.
             Found::Link(stat) => (Version::opaque(stat), Ok(Outcome::Changed)),
-            Found::Nothing => (Version::opaque(expect.stat), Ok(Outcome::Changed)),
+            Found::Nothing => (Version::opaque(turn.put.version.stat), Ok(Outcome::Changed)),
         };
+        ControlFlow::Continue(Self::back(turn, out, version, outcome))
+    }
+
+    /// The next version is made from what came out.
+    fn go_on(&mut self, turn: Turn, out: OsString, version: Version, bytes: Bytes) -> Turn {
+        match self.create_synced(&turn.target, &bytes, &version, &turn.put.version.bytes) {
+            Ok(put) => {
+                let from = version.bytes.clone();
+                let outcome = Ok(Outcome::Patched(Patched { bytes, from, writes: 0, exchanged: true }));
+                let pending = Some((out, version));
+                Turn { put, expect: turn.put.version, pending, outcome, ..turn }
+            }
+            Err(error) => Self::back(turn, out, version, Err(error)),
+        }
+    }
+
+    /// What came out goes back as it is.
+    fn back(turn: Turn, out: OsString, version: Version, outcome: Result<Outcome, SwapError>) -> Turn {
         let put = Put { name: out, version, ours: false, unsynced: None };
-        Turn { target, kind, put, expect, pending: None, outcome, writes }
+        Turn { put, expect: turn.put.version, pending: None, outcome, ..turn }
+    }
+
+    /// What came out is kept until its writer has finished, and merged then.
+    fn wait_for_writer(&mut self, turn: Turn, out: OsString, version: Version) -> Result<Outcome, SwapError> {
+        self.relink(&version, &turn.put.version);
+        let Turn { target, kind, put, outcome, writes, .. } = turn;
+        let unmerged = Displaced::unmerged(target, kind, out, version, put.version, self.grace);
+        self.displaced.push(unmerged.until(self.batch()));
+        counted(outcome, writes, self.exchange)
     }
 
     pub(super) fn create_synced(
@@ -138,7 +170,7 @@ impl Swapper {
         expected: &[u8],
     ) -> Result<Put, SwapError> {
         let mut put = self.create(target, bytes, like, expected)?;
-        match self.sync(target, &mut put) {
+        match self.write_back(target, &mut put) {
             Ok(()) => Ok(put),
             Err(error) => {
                 self.unlink(&target.dir, &put.name);
@@ -149,6 +181,9 @@ impl Swapper {
 
     /// `put` is in place, so what it was made from is merged.
     fn placed(&mut self, turn: &mut Turn) {
+        if turn.put.ours {
+            self.to_sync.push((Arc::clone(&turn.target.dir), turn.put.version.file.clone()));
+        }
         if let Some((name, version)) = turn.pending.take() {
             self.relink(&version, &turn.put.version);
             self.keep(turn, name, version);
@@ -161,13 +196,7 @@ impl Swapper {
         if let Some(out) = &out {
             self.keep(&turn, out.clone(), turn.expect.clone());
         }
-        let exchanged = self.exchange && out.is_some();
-        turn.outcome.map(|outcome| match outcome {
-            Outcome::Patched(patched) => {
-                Outcome::Patched(Patched { writes: turn.writes, exchanged, ..patched })
-            }
-            other => other,
-        })
+        counted(turn.outcome, turn.writes, self.exchange && out.is_some())
     }
 
     fn owner_deleted(&mut self, turn: &Turn) -> Outcome {
@@ -200,7 +229,8 @@ impl Swapper {
             return;
         }
         let new = turn.put.version.clone();
-        self.displaced.push(Displaced::new(target, turn.kind, name, old, new, self.grace));
+        let displaced = Displaced::new(target, turn.kind, name, old, new, self.grace);
+        self.displaced.push(displaced.until(self.batch()));
     }
 
     /// `old` was replaced by `new`: whoever still writes to what `old` replaced is merged into `new` from now on.
@@ -335,4 +365,11 @@ impl Swapper {
         }
         error
     }
+}
+
+fn counted(outcome: Result<Outcome, SwapError>, writes: u32, exchanged: bool) -> Result<Outcome, SwapError> {
+    outcome.map(|outcome| match outcome {
+        Outcome::Patched(patched) => Outcome::Patched(Patched { writes, exchanged, ..patched }),
+        other => other,
+    })
 }

@@ -36,6 +36,8 @@ pub(super) struct Displaced {
     pub successor: Version,
     since: Instant,
     due: Instant,
+    /// What replaced it must be durable before it may go.
+    batch: u64,
 }
 
 impl Displaced {
@@ -48,7 +50,7 @@ impl Displaced {
         grace: Duration,
     ) -> Self {
         let since = Instant::now();
-        Self { target, kind, name, version, merged: true, successor, since, due: since + grace }
+        Self { target, kind, name, version, merged: true, successor, since, due: since + grace, batch: 0 }
     }
 
     /// One whose bytes are still to be merged.
@@ -62,6 +64,13 @@ impl Displaced {
     ) -> Self {
         let new = Self::new(target, kind, name, version, successor, grace);
         Self { merged: false, due: new.since, ..new }
+    }
+}
+
+impl Displaced {
+    /// It must stay until this batch is durable.
+    pub fn until(self, batch: u64) -> Self {
+        Self { batch, ..self }
     }
 }
 
@@ -114,6 +123,7 @@ impl Swapper {
                 report(&config, outcome);
             }
         }
+        self.make_durable();
     }
 
     /// Before the agent ends: everything that nobody writes to is settled now. The rest stays for the next start.
@@ -176,7 +186,8 @@ impl Swapper {
         if displaced.merged && bytes == displaced.version.bytes {
             return match writers {
                 Writers::Some => Next::Keep,
-                Writers::None | Writers::Unknown => Next::Drop,
+                Writers::None | Writers::Unknown if self.is_durable(displaced.batch) => Next::Drop,
+                Writers::None | Writers::Unknown => Next::Keep,
             };
         }
         if !self.in_place(displaced) {
@@ -191,9 +202,10 @@ impl Swapper {
                 }
                 Next::Merge(new)
             }
-            Plan::Leave(leave) => {
+            // A copy, since whoever still writes to the original may be older than what comes next.
+            Plan::Leave(_) => {
                 displaced.version.bytes = bytes.clone();
-                Next::PutBack(Outcome::Left(leave, bytes))
+                Next::Merge(bytes)
             }
             Plan::Refuse(refusal) => {
                 if given_up {
@@ -212,6 +224,14 @@ impl Swapper {
             (true, true) => Next::PutBack(Outcome::Refused(refusal)),
             (_, false) => Next::Drop,
         }
+    }
+
+    /// Whether somebody may still write to this version.
+    pub(super) fn has_writers(&self, version: &Version, name: &OsStr) -> bool {
+        let Some(file) = &version.file else { return false };
+        let writers = self.writers(file.as_fd(), name);
+        give_lease_back(file.as_fd());
+        writers != Writers::None
     }
 
     fn writers(&self, file: std::os::fd::BorrowedFd<'_>, name: &OsStr) -> Writers {
