@@ -73,6 +73,11 @@ impl Machine {
         self.nobypass(&["cleanup"])
     }
 
+    /// The pinned maps, seen from outside the machine's mounts.
+    pub fn maps(&self) -> Maps {
+        Maps::open(&PinDir::new(&self.mounts.see(BPF_DIR))).unwrap()
+    }
+
     /// Names of the programs attached to the pods' parent and to the directory that holds it.
     pub fn programs(&self) -> Vec<String> {
         let mut found = Vec::new();
