@@ -27,11 +27,6 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The pinned maps, seen from outside the machine's mounts.
-    pub fn maps(&self) -> Maps {
-        Maps::open(&PinDir::new(&self.mounts.see(BPF_DIR))).unwrap()
-    }
-
     pub fn new() -> Self {
         Self::with(Mounts::new())
     }
