@@ -19,11 +19,6 @@ const NAME: &str = "10-a.conflist";
 
 /// Runs `body`, one of the ignored tests, after `setup` in a new mount namespace; `$DIR` is its CNI directory.
 fn in_namespace(body: &str, flags: &[&str], setup: &str, launch: &str) {
-    if !rustix::process::geteuid().is_root() {
-        assert!(std::env::var_os("CI").is_none(), "needs root, which CI must give");
-        println!("skipped: needs root for a mount namespace");
-        return;
-    }
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("net.d");
     fs::create_dir(&dir).unwrap();
