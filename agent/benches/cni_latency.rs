@@ -239,6 +239,11 @@ struct Figures {
 }
 
 impl Figures {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a few hundred at most, and never below zero"
+    )]
     fn quantile(&self, q: f64) -> f64 {
         let at = ((self.latency.len() as f64) * q).ceil() as usize;
         self.latency.get(at.saturating_sub(1)).copied().unwrap_or(f64::NAN)

@@ -382,7 +382,7 @@ fn a_directory_that_is_removed_replaced_or_missing_at_first_is_guarded_again() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("etc/cni/net.d");
     let metrics = Metrics::default();
-    let guard = Guard::start(config(&dir), Want::Entry(wanted()), metrics.clone()).unwrap();
+    let guard = Guard::start(config(&dir), Want::Entry(wanted()), metrics).unwrap();
     let summary = guard.summary();
     let watched = || summary.borrow().watching == Watching::Watched;
     assert!(!watched());

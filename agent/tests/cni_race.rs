@@ -2,7 +2,7 @@
 //!
 //! `NOBYPASS_CAMPAIGN=N` makes each writer do N changes instead of the few hundred of a quick run.
 #![allow(missing_docs, reason = "test binary")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout, reason = "test code")]
 
 mod cni_support;
 

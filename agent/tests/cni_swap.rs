@@ -1,6 +1,6 @@
 //! Patches under other writers, crashes and errors at every single system call.
 #![allow(missing_docs, reason = "test binary")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::exit, reason = "test code")]
 
 mod cni_support;
 
