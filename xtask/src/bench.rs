@@ -17,7 +17,7 @@ struct Bench {
     ruled_out: fn() -> Option<String>,
 }
 
-const BENCHES: [Bench; 3] = [
+const BENCHES: [Bench; 4] = [
     Bench {
         name: "kernel-cost",
         about: "ns a packet that the eBPF programs cost over one that does nothing; needs root",
@@ -35,6 +35,13 @@ const BENCHES: [Bench; 3] = [
     Bench {
         name: "cni-plan",
         about: "ns to plan the change of a CNI config file",
+        features: "",
+        needs: &[BUILD],
+        ruled_out: || None,
+    },
+    Bench {
+        name: "cni-latency",
+        about: "ms from another writer's change to the patched CNI config; beside another installer if one is named",
         features: "",
         needs: &[BUILD],
         ruled_out: || None,
