@@ -135,6 +135,8 @@ pub struct Swapper {
     /// New versions in place that are not durable yet, with their directories.
     to_sync: Vec<Unsynced>,
     syncer: Option<Syncer>,
+    /// Versions displaced so far.
+    seq: u64,
     /// Batches given to it.
     batches: u64,
     /// When this machine was booted, in seconds since 1970.
@@ -186,6 +188,7 @@ impl Swapper {
             displaced: Vec::new(),
             to_sync: Vec::new(),
             syncer: None,
+            seq: 0,
             batches: 0,
             booted: boot_time(),
             converted: BTreeMap::new(),

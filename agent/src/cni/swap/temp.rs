@@ -85,7 +85,7 @@ impl Swapper {
         stat.st_mode = like.stat.st_mode;
         stat.st_uid = like.stat.st_uid;
         stat.st_gid = like.stat.st_gid;
-        let version = Version { file: Some(Arc::new(reader)), stat, bytes: bytes.clone() };
+        let version = Version { file: Some(Arc::new(reader)), pin: None, stat, bytes: bytes.clone(), seq: 0 };
         Ok(Put { name: hidden.to_owned(), version, ours: true, unsynced: Some(file) })
     }
 
