@@ -18,7 +18,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::follow::{follow_cgroups, follow_events, follow_inotify, watch_source};
+use self::follow::{
+    ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs, watch_source,
+};
 use self::keep::{follow_parents, keep_alive, show_hooks};
 use crate::bpf::events::Ring;
 use crate::bpf::pins::PinDir;
@@ -260,7 +262,11 @@ impl Agent<'_> {
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
-    async fn start(&self, parents: &[PodParent], context: &Context) -> Result<(Kernel, Keeper), AppError> {
+    async fn start(
+        &self,
+        parents: &[PodParent],
+        context: &Context,
+    ) -> Result<(Kernel, Keeper, Option<ProgramLog>), AppError> {
         let options = Options {
             dir: self.config.bpf_dir.clone(),
             max_pods: self.config.max_pods,
@@ -269,9 +275,9 @@ impl Agent<'_> {
         let places = parents.to_vec();
         let parents: Vec<Parent> = parents.iter().map(parent).collect();
         let mut kernel = Kernel::start(&options, &parents)?;
-        if let Err(error) = aya_log::EbpfLogger::init(kernel.object()) {
-            tracing::debug!(%error, "the programs' own log is not available");
-        }
+        let log = aya_log::EbpfLogger::init(kernel.object())
+            .inspect_err(|error| tracing::debug!(%error, "the programs' own log is not available"))
+            .ok();
         let dir = kernel.dir().clone();
         tracing::info!(
             parents = ?parents.iter().map(|parent| &parent.below_root).collect::<Vec<_>>(),
@@ -297,13 +303,13 @@ impl Agent<'_> {
         kernel.replace_others()?;
         show_hooks(&kernel, &context.health);
         let _ = context.maps.set(Maps::open(&dir)?);
-        Ok((kernel, keeper))
+        Ok((kernel, keeper, log))
     }
 
     fn spawn(
         &self,
         tasks: &mut JoinSet<Ended>,
-        (kernel, keeper): (Kernel, Keeper),
+        (kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
         mode_changes: mpsc::Receiver<SetMode>,
         context: &Arc<Context>,
@@ -338,6 +344,9 @@ impl Agent<'_> {
             ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
         });
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
+        if let Some(log) = log {
+            tasks.spawn(follow_programs(log));
+        }
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
         tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));

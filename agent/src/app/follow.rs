@@ -14,13 +14,14 @@ use crate::cgroup::parents::PodParent;
 use crate::cgroup::path::parse_below;
 use crate::cgroup::stream::{CgroupSender, Item, channel};
 use crate::cgroup::watch as inotify;
-use crate::detect::report::{LogLimit, Report, log, report};
+use crate::detect::report::{self, LogLimit, Report, report};
 use crate::pods::source::Nudge;
 use crate::pods::source::cri::CriState;
 use crate::policy::Snapshot;
 use crate::policy::keeper::text;
 use crate::server::{Channel, Health};
 use crate::sys::clock::wall;
+use crate::sys::poll::readable;
 
 /// Cgroups that the tracepoints report: to the keeper, and as hints to the pod source.
 pub(super) async fn follow_cgroups(
@@ -90,6 +91,26 @@ pub(super) async fn follow_inotify(
     ("inotify", ended)
 }
 
+/// What the programs themselves have to say, which is little: that a map is full.
+pub(super) type ProgramLog = aya_log::EbpfLogger<&'static dyn log::Log>;
+
+/// The programs' messages: into the log.
+pub(super) async fn follow_programs(log: ProgramLog) -> Ended {
+    let mut log = match readable(log) {
+        Ok(log) => log,
+        Err(error) => return ("programs' log", Err(error.to_string())),
+    };
+    loop {
+        match log.readable_mut().await {
+            Ok(mut ready) => {
+                ready.get_inner_mut().flush();
+                ready.clear_ready();
+            }
+            Err(error) => return ("programs' log", Err(error.to_string())),
+        }
+    }
+}
+
 /// Bypasses: into the log, and to whoever listens.
 pub(super) async fn follow_events(
     mut ring: Ring,
@@ -115,7 +136,7 @@ pub(super) async fn follow_events(
                 report.mesh = text(&name.mesh);
             }
             if let Some(left_out) = limit.admit(event.pod, Instant::now()) {
-                log(&report, left_out);
+                report::log(&report, left_out);
             }
             // Nobody listening is no error.
             let _ = reports.send(Arc::new(report));
