@@ -25,9 +25,10 @@ use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
 use crate::cgroup::path::parse_below;
 use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
-use crate::cgroup::stream::{CgroupSender, channel};
+use crate::cgroup::stream::{CgroupSender, Item, channel};
 use crate::cgroup::watch as inotify;
 use crate::cli::exit::Exit;
+use crate::cni;
 use crate::config::{Config, InboundFlag, NonTcpFlag};
 use crate::detect::report::{LogLimit, Report, log, report};
 use crate::mesh::{ProfileError, Profiles};
@@ -37,7 +38,7 @@ use crate::pods::source::{Nudge, PodUpdate};
 use crate::policy::desired::Wishes;
 use crate::policy::keeper::text;
 use crate::policy::{Keeper, Snapshot};
-use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
+use crate::server::{Channel, Context, Health, SetMode, SocketFile, bind_socket, serve};
 use crate::sys::clock::wall;
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
@@ -48,6 +49,8 @@ const WAIT: Duration = Duration::from_secs(1);
 const SOCKET_TRIES: u32 = 10;
 /// See [`SOCKET_TRIES`].
 const SOCKET_PAUSE: Duration = Duration::from_millis(50);
+/// How long the CNI half may take to finish what is under way; a pod gets 30 s to end.
+const CNI_END: Duration = Duration::from_secs(20);
 /// Cgroup events on their way to the keeper.
 const CGROUP_QUEUE: usize = 4096;
 /// Pod updates, hints and reports on their way.
@@ -74,6 +77,9 @@ pub enum AppError {
     /// See the kind.
     #[error("--cri-endpoint: {0}")]
     Endpoint(#[from] endpoint::EndpointError),
+    /// See the kind.
+    #[error(transparent)]
+    Cni(cni::install::ContractError),
     /// Binding an address or socket failed.
     #[error("cannot listen on {at}: {source}; {remedy}")]
     Listen { at: String, source: std::io::Error, remedy: &'static str },
@@ -91,18 +97,23 @@ impl AppError {
         match self {
             Self::Bpf(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
-            Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => Exit::Usage,
+            Self::Cni(_) | Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => {
+                Exit::Usage
+            }
             Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
             Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
 }
 
-/// Runs the agent until it is told to stop.
+/// What the CNI half is told: where, and how.
+pub type CniSettings = (cni::guard::Config, cni::run::Mode);
+
+/// Runs the agent until it is told to stop; without `cni`, the CNI configuration is left alone.
 ///
 /// # Errors
 /// [`AppError`], each with what to do.
-pub fn run(config: &Config) -> Result<(), AppError> {
+pub fn run(config: &Config, cni: Option<CniSettings>) -> Result<(), AppError> {
     let level = telemetry::init(&config.log, config.log_format)?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "nobypass agent starts");
     let profiles = match &config.profiles {
@@ -125,7 +136,9 @@ pub fn run(config: &Config) -> Result<(), AppError> {
         .enable_all()
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
-    runtime.block_on(Agent { config, profiles: Arc::new(profiles), endpoint, root, level }.run())
+    let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
+    let agent = Agent { config, profiles: Arc::new(profiles), endpoint, root, level, cni_metrics };
+    runtime.block_on(agent.run(cni))
 }
 
 struct Agent<'a> {
@@ -134,13 +147,44 @@ struct Agent<'a> {
     endpoint: Option<PathBuf>,
     root: CgroupRoot,
     level: telemetry::LevelHandle,
+    /// What the CNI half counts, if it runs.
+    cni_metrics: Option<cni::metrics::Metrics>,
 }
 
 /// How a task ended: its name, and its error if it was one.
 type Ended = (&'static str, Result<(), String>);
 
 impl Agent<'_> {
-    async fn run(self) -> Result<(), AppError> {
+    /// The CNI half starts first, since it needs nothing else, and ends last: what is under way is finished.
+    async fn run(self, cni: Option<CniSettings>) -> Result<(), AppError> {
+        let (stop, stopping) = watch::channel(false);
+        let metrics = self.cni_metrics.clone().unwrap_or_default();
+        let mut half = cni.map(|(config, mode)| tokio::spawn(cni::run::run(config, mode, metrics, stopping)));
+        let half_ends = async {
+            match &mut half {
+                Some(half) => half.await,
+                None => std::future::pending().await,
+            }
+        };
+        let ended = tokio::select! {
+            ended = self.work() => ended,
+            ended = half_ends => return Err(match ended {
+                Ok(Err(cni::run::RunError::Contract(error))) => AppError::Cni(error),
+                Ok(Err(error)) => AppError::Task { task: "cni", why: format!(": {error}") },
+                Ok(Ok(())) => AppError::Task { task: "cni", why: String::new() },
+                Err(error) => AppError::Task { task: "cni", why: format!(": {error}") },
+            }),
+        };
+        stop.send_replace(true);
+        if let Some(half) = half
+            && tokio::time::timeout(CNI_END, half).await.is_err()
+        {
+            tracing::warn!("the CNI half did not end in time; the next start takes up what it left");
+        }
+        ended
+    }
+
+    async fn work(&self) -> Result<(), AppError> {
         let stop = stop_signal()?;
         tokio::pin!(stop);
         let mut tasks: JoinSet<Ended> = JoinSet::new();
@@ -271,17 +315,22 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let _ = context.registry.set(metrics::registry(&dir, snapshots.clone(), Arc::clone(&health))?);
+        let _ = context.registry.set(metrics::registry(
+            &dir,
+            snapshots.clone(),
+            Arc::clone(&health),
+            self.cni_metrics.as_ref(),
+        )?);
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
         let (updates, pod_updates) = mpsc::channel::<PodUpdate>(QUEUE);
         let ring = Ring::open(&dir, "CGROUPS")?;
         let traced = kernel.effective().iter().all(|(hook, on)| *on || !Hook::TRACEPOINT.contains(hook));
-        tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups.clone(), nudge));
         if !traced {
-            tasks.spawn(follow_inotify(parents.clone(), cgroups.clone()));
+            tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
+        tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
         let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
         options.endpoint.clone_from(&self.endpoint);
         let (source, state) = CriSource::new(options);
@@ -295,7 +344,7 @@ impl Agent<'_> {
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health, cgroups));
+        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
@@ -363,6 +412,7 @@ async fn follow_cgroups(
     parents: Vec<PodParent>,
     cgroups: CgroupSender,
     nudge: mpsc::Sender<Nudge>,
+    health: Arc<Health>,
 ) -> Ended {
     loop {
         let drained = ring
@@ -379,23 +429,45 @@ async fn follow_cgroups(
                     CgroupChange::Made => CgroupEventKind::Made,
                     CgroupChange::Removed => CgroupEventKind::Removed,
                 };
-                let pod = parents.iter().find_map(|parent| parse_below(&parent.rel, &path));
-                // A lost hint costs time only: the source also looks by itself.
-                if let Some(hint) = pod.and_then(|pod| Nudge::new(kind, pod)) {
-                    let _ = nudge.try_send(hint);
-                }
+                hint(&parents, &nudge, kind, &path);
                 cgroups.send(CgroupEvent { kind, id: notice.id, level: notice.level, path });
             })
             .await;
+        health.set_dropped(Channel::Cgroups, cgroups.dropped());
         if let Err(error) = drained {
             return ("cgroups", Err(error.to_string()));
         }
     }
 }
 
+/// Tells the pod source that it may have news of this cgroup's pod.
+fn hint(parents: &[PodParent], nudge: &mpsc::Sender<Nudge>, kind: CgroupEventKind, path: &str) {
+    let pod = parents.iter().find_map(|parent| parse_below(&parent.rel, path));
+    // A lost hint costs time only: the source also looks by itself.
+    if let Some(hint) = pod.and_then(|pod| Nudge::new(kind, pod)) {
+        let _ = nudge.try_send(hint);
+    }
+}
+
 /// The way to see cgroups where the tracepoints do not work.
-async fn follow_inotify(parents: Vec<PodParent>, cgroups: CgroupSender) -> Ended {
-    ("inotify", inotify::run(&parents, &cgroups).await.map_err(|error| error.to_string()))
+async fn follow_inotify(parents: Vec<PodParent>, cgroups: CgroupSender, nudge: mpsc::Sender<Nudge>) -> Ended {
+    let (seen, mut items) = channel(CGROUP_QUEUE);
+    let forward = async {
+        while let Some(item) = items.recv().await {
+            match item {
+                Item::Event(event) => {
+                    hint(&parents, &nudge, event.kind, &event.path);
+                    cgroups.send(event);
+                }
+                Item::Rescan => cgroups.rescan(),
+            }
+        }
+    };
+    let ended = tokio::select! {
+        ended = inotify::run(&parents, &seen) => ended.map_err(|error| error.to_string()),
+        () = forward => Ok(()),
+    };
+    ("inotify", ended)
 }
 
 /// Bypasses: into the log, and to whoever listens.

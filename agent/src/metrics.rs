@@ -18,6 +18,7 @@ use tokio::sync::watch;
 
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Maps};
+use crate::cni;
 use crate::detect::verdict::{PodVerdict, count, mode_label, of_pod, reason, worst};
 use crate::policy::Snapshot;
 use crate::server::Health;
@@ -36,8 +37,12 @@ pub fn registry(
     dir: &PinDir,
     snapshots: watch::Receiver<Snapshot>,
     health: Arc<Health>,
+    cni: Option<&cni::metrics::Metrics>,
 ) -> Result<Registry, BpfError> {
     let mut registry = Registry::with_prefix(PREFIX);
+    if let Some(cni) = cni {
+        cni.register(&mut registry);
+    }
     registry.register_collector(Box::new(Node { maps: Maps::open(dir)?, snapshots, health }));
     Ok(registry)
 }

@@ -28,8 +28,17 @@ use crate::telemetry::LevelHandle;
 /// Default of `--socket`.
 pub const DEFAULT_SOCKET: &str = "/run/nobypass/agent.sock";
 
-/// Channels whose full moments are counted.
+/// Labels of [`Channel`], in its order.
 const CHANNELS: [&str; 2] = ["events", "cgroups"];
+
+/// Channels whose full moments are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Channel {
+    /// Reports to a reader of `nobypass events` that is too slow: one a report.
+    Events,
+    /// Cgroup events to the keeper, which scans then.
+    Cgroups,
+}
 
 /// What tasks say about themselves. Locks are held for a copy, never across an await.
 #[derive(Debug, Default)]
@@ -67,20 +76,16 @@ impl Health {
     }
 
     /// A channel was full `times` times in all.
-    pub fn set_dropped(&self, channel: &str, times: u64) {
-        for (name, dropped) in CHANNELS.iter().zip(&self.dropped) {
-            if *name == channel {
-                dropped.store(times, Ordering::Relaxed);
-            }
+    pub fn set_dropped(&self, channel: Channel, times: u64) {
+        if let Some(dropped) = self.dropped.get(channel as usize) {
+            dropped.store(times, Ordering::Relaxed);
         }
     }
 
     /// A channel was full `times` times more.
-    pub fn add_dropped(&self, channel: &str, times: u64) {
-        for (name, dropped) in CHANNELS.iter().zip(&self.dropped) {
-            if *name == channel {
-                dropped.fetch_add(times, Ordering::Relaxed);
-            }
+    pub fn add_dropped(&self, channel: Channel, times: u64) {
+        if let Some(dropped) = self.dropped.get(channel as usize) {
+            dropped.fetch_add(times, Ordering::Relaxed);
         }
     }
 
@@ -181,13 +186,12 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
 
 /// Bypasses as they come, one JSON object a line; a reader that is too slow is told how many it missed.
 async fn events(State(context): State<Arc<Context>>) -> Response {
-    let reports = context.reports.subscribe();
-    let health = Arc::clone(&context.health);
-    let lines = futures_util::stream::unfold((reports, health), |(mut reports, health)| async move {
+    let start = (context.reports.subscribe(), Arc::clone(&context.health));
+    let lines = futures_util::stream::unfold(start, |(mut reports, health)| async move {
         let line = match reports.recv().await {
             Ok(report) => serde_json::to_string(&*report).ok()?,
             Err(broadcast::error::RecvError::Lagged(missed)) => {
-                health.add_dropped("events", missed);
+                health.add_dropped(Channel::Events, missed);
                 format!("{{\"missed\":{missed}}}")
             }
             Err(broadcast::error::RecvError::Closed) => return None,
@@ -291,6 +295,16 @@ mod tests {
         assert_eq!(health.pending(), ["hooks: not attached", "pods: not listed yet"]);
         health.done("pods");
         assert_eq!(health.pending(), ["hooks: not attached"]);
+    }
+
+    #[test]
+    fn full_channels_are_counted_by_their_label() {
+        let health = Health::default();
+        health.set_dropped(Channel::Cgroups, 5);
+        health.set_dropped(Channel::Cgroups, 7);
+        health.add_dropped(Channel::Events, 2);
+        health.add_dropped(Channel::Events, 1);
+        assert_eq!(health.dropped(), [("events", 3), ("cgroups", 7)]);
     }
 
     #[tokio::test]

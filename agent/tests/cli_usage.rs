@@ -1,5 +1,7 @@
 //! The command line as scripts and people meet it, without any privilege.
 
+#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -306,7 +308,7 @@ fn preflight_is_json_of_a_known_shape() {
         assert_eq!(level == "pass", check["remedy"].as_str().unwrap().is_empty(), "{check:?}");
     }
     let names: Vec<&str> = checks.iter().map(|check| check["name"].as_str().unwrap()).collect();
-    for name in ["kernel", "capabilities", "bpffs", "tracefs"] {
+    for name in ["kernel", "cgroup2", "capabilities", "bpffs", "tracefs"] {
         assert!(names.contains(&name), "{names:?}");
     }
     let bpffs = checks.iter().find(|check| check["name"] == "bpffs").unwrap();

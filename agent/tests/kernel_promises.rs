@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nobypass::bpf::Maps;
 use nobypass::detect::verdict::{bypasses, count};
-use nobypass_common::abi::{PodCounters, PodPolicy};
+use nobypass_common::abi::{NAME_MAX, PodCounters, PodName, PodPolicy};
 use nobypass_common::ids::{Counter, PodKind};
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
 use nobypass_testkit::netns::{FAR4, Netns, world_with_pod};
@@ -146,6 +146,45 @@ fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
         "{}",
         agent.log()
     );
+    agent.kill();
+}
+
+/// A pod that ends takes nothing from the sums, nor does an agent that ends after it.
+#[test]
+fn sums_of_pods_that_are_gone_outlive_pods_and_agents() {
+    const TRIES: u64 = 300;
+    let machine = Machine::new();
+    let (world, net) = world_with_pod("sums").unwrap();
+    let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();
+    let agent = machine.launch().start().attached();
+    let mut maps = machine.maps();
+    let (pod, app) = meshed(&machine, &mut maps);
+    let field = |text: &str| {
+        let mut bytes = [0; 64];
+        bytes[..text.len()].copy_from_slice(text.as_bytes());
+        bytes
+    };
+    let mut name = PodName { namespace: field("shop"), name: [0; NAME_MAX], mesh: [0; 32] };
+    name.name[..4].copy_from_slice(b"cart");
+    name.mesh[..7].copy_from_slice(b"linkerd");
+    maps.set_name(pod.id().unwrap(), &name).unwrap();
+    let traffic = Traffic::new().netns(&net.ns).cgroup(&app);
+    assert_eq!(traffic.run(&[&"flood", &FAR4, &PORT, &TRIES]).unwrap().count("started"), TRIES);
+
+    let labels = [("namespace", "shop"), ("mesh", "linkerd")];
+    let sum = |agent: &Agent| agent.metrics().sum("bypass_connections_total", &labels);
+    agent.kill();
+    // The pod lives, its source is silent: the new agent remembers what the last one knew of it.
+    let agent = machine.launch().start().attached();
+    assert_eq!(sum(&agent), TRIES, "of a living pod");
+    (*pod).clone().remove().unwrap();
+    agent.until("the pod to be forgotten", |agent| {
+        agent.status()["pods"].as_array().unwrap().is_empty().then_some(())
+    });
+    assert_eq!(sum(&agent), TRIES, "after the pod");
+    agent.kill();
+    let agent = machine.launch().start().attached();
+    assert_eq!(sum(&agent), TRIES, "after the pod and the agent");
     agent.kill();
 }
 

@@ -1,7 +1,12 @@
 //! What an operator can get wrong, and what others can do to a node: the agent says what is the matter and what to do,
 //! ends with the documented code, and leaves nothing half attached.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "the helpers of a test may panic as the test may"
+)]
 
 mod support {
     #![allow(dead_code, reason = "each test target uses its part")]
@@ -32,8 +37,8 @@ const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
 const HOOKS: [AttachType; 4] =
     [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
 const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
-/// Pins of a complete start with one parent: 14 maps, 4 links to it and 2 to the tracepoints.
-const PINS: usize = 20;
+/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
+const PINS: usize = 21;
 
 /// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
 struct Machine {
@@ -360,7 +365,7 @@ fn pins_of_another_version_go_once_ours_work() {
     assert_eq!(machine.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
 
     let agent = machine.launch().start().attached();
-    agent.line(&["removed the pins of another version", "pins=20"]);
+    agent.line(&["removed the pins of another version", &format!("pins={PINS}")]);
     agent.line(&["attached", "adopted=false"]);
     machine.all_is_attached();
     assert!(machine.mounts.pins().iter().all(|pin| pin.starts_with("nobypass/v1/")));
@@ -604,5 +609,72 @@ fn killed_at_any_moment_the_next_start_puts_it_right() {
     machine.all_is_attached();
     assert!(agent.terminate().success());
     assert_eq!(machine.cleanup().code, Some(0));
+    machine.nothing_is_left();
+}
+
+#[test]
+fn the_kubelet_may_come_later_also_on_a_node_that_is_itself_a_container() {
+    let machine = Machine::new();
+    let kubepods = machine.scratch.kubepods();
+    fs::remove_dir(&kubepods).unwrap();
+    let top = machine.scratch.top().display().to_string();
+    let at = machine.scratch.top().strip_prefix(v2_root().unwrap()).unwrap().components().count().to_string();
+    let agent = machine.launch_bare().args(["--cgroup-root", &top, "--cgroup-root-level", &at]).start();
+    agent.until("the reason in /readyz", |agent| {
+        let (code, body) = agent.get("/readyz")?;
+        assert_eq!(code, 503, "{body}");
+        body.contains("pod-cgroups: no pod cgroups yet, waiting for the kubelet").then_some(())
+    });
+    assert_eq!(agent.get("/livez"), Some((200, "ok\n".into())));
+    assert_eq!(agent.get("/metrics").unwrap().0, 503);
+    let ended = machine.nobypass(&["status", "--socket", &agent.socket().display().to_string()]);
+    assert_eq!(ended.code, Some(1));
+    assert!(ended.err.contains("the agent is starting: ") && ended.err.contains("kubelet"), "{}", ended.err);
+    machine.mounts.pins().iter().for_each(|pin| panic!("{pin} is too early"));
+
+    fs::create_dir(&kubepods).unwrap();
+    let agent = agent.attached();
+    let status = agent.status();
+    assert_eq!(hook(&status, "cgroup_mkdir")["effective"], false, "the kernel shows other paths: {status}");
+    for (qos, uid) in [(Qos::Guaranteed, UID), (Qos::Burstable, "2c48913c-b29f-11e7-9350-020968147797")] {
+        let pod = machine.scratch.pod(qos, uid).unwrap();
+        let id = pod.id().unwrap();
+        agent.until("the pod", |agent| sees_pod(agent, id).then_some(()));
+        fs::remove_dir(pod.path()).unwrap();
+        agent.until("the pod's end", |agent| (!sees_pod(agent, id)).then_some(()));
+    }
+}
+
+#[test]
+fn preflight_foretells_what_the_agent_will_say() {
+    let machine = Machine::new();
+    let all = machine.nobypass(&["preflight"]);
+    assert_eq!(all.code, Some(0), "{}{}", all.out, all.err);
+    assert!(!all.out.contains("FAIL") && !all.out.contains("warn"), "{}", all.out);
+    let attached = all.out.lines().filter(|line| line.contains("loads and attaches")).count();
+    assert_eq!(attached, HOOKS.len(), "{}", all.out);
+
+    let failing = |mounts: &Mounts, program: &[&str]| {
+        let (first, rest) = program.split_first().unwrap();
+        let mut command = mounts.command(first);
+        command.args(rest).args(["preflight", "-o", "json"]);
+        let ended = run(command);
+        let checks: Vec<serde_json::Value> = serde_json::from_str(&ended.out).unwrap();
+        let failed =
+            checks.iter().filter(|check| check["level"] == "fail").map(|check| check["name"].to_string());
+        (ended.code, failed.collect::<Vec<_>>(), ended.out)
+    };
+    let (code, failed, out) = failing(&Mounts::with("true"), &[BIN]);
+    assert_eq!((code, failed), (Some(69), vec!["\"bpffs\"".to_owned()]), "{out}");
+    let without =
+        Mounts::with(&format!("mount -t bpf bpf /sys/fs/bpf; umount {}", v2_root().unwrap().display()));
+    let (code, failed, out) = failing(&without, &[BIN]);
+    assert_eq!((code, failed), (Some(69), vec!["\"cgroup2\"".to_owned()]), "{out}");
+    assert!(out.contains("systemd.unified_cgroup_hierarchy=1"), "{out}");
+    let (code, failed, out) =
+        failing(&machine.mounts, &["setpriv", "--bounding-set", "-perfmon,-sys_admin", BIN]);
+    assert_eq!(code, Some(69), "{out}");
+    assert_eq!(failed, ["\"capabilities\"", "\"program egress\""], "{out}");
+    assert!(out.contains("missing CAP_PERFMON"), "{out}");
     machine.nothing_is_left();
 }

@@ -295,6 +295,24 @@ pub struct PodName {
     pub mesh: [u8; 32],
 }
 
+/// Key of map `LEDGER` (hash): whose sums. Only the agent uses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct LedgerKey {
+    /// Zero-padded.
+    pub namespace: [u8; NAMESPACE_MAX],
+    /// Mesh profile, zero-padded.
+    pub mesh: [u8; 32],
+}
+
+/// Value of map `LEDGER`: what pods that are gone had counted, so that sums go on when agents come and go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct LedgerSums {
+    /// By [`crate::ids::Counter`].
+    pub count: [u64; COUNTERS],
+}
+
 /// Sizes without padding, checked when anything that uses this crate is compiled.
 const _: () = {
     assert!(size_of::<Parent>() == 16 + 16 * PREFIX_WORDS);
@@ -309,11 +327,13 @@ const _: () = {
     assert!(size_of::<CidrKey>() == 24);
     assert!(size_of::<IdKey>() == 12);
     assert!(size_of::<PodName>() == NAMESPACE_MAX + NAME_MAX + 32);
+    assert!(size_of::<LedgerKey>() == NAMESPACE_MAX + 32);
+    assert!(size_of::<LedgerSums>() == 8 * COUNTERS);
 };
 
 #[cfg(feature = "user")]
 mod user {
-    use super::{CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey};
+    use super::{CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey};
 
     /// Tells aya that a type is plain data.
     macro_rules! pod {
@@ -324,5 +344,5 @@ mod user {
             )+
         };
     }
-    pod!(CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey);
+    pod!(CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey);
 }

@@ -3,7 +3,9 @@
 use aya_ebpf::btf_maps::SkStorage;
 use aya_ebpf::macros::{btf_map, map};
 use aya_ebpf::maps::{Array, HashMap, LpmTrie, PerCpuArray, PerCpuHashMap, RingBuf};
-use nobypass_common::abi::{CgroupRecord, CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey};
+use nobypass_common::abi::{
+    CgroupRecord, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
+};
 use nobypass_common::headers::Address;
 
 /// The node's settings. Written by the agent only.
@@ -46,6 +48,11 @@ pub static NODE_ADDRS: HashMap<Address, u8> = HashMap::with_max_entries(256, 0);
 /// Names of pods for `nobypass status` without an agent; the programs never read it.
 #[map]
 pub static NAMES: HashMap<u64, PodName> = HashMap::with_max_entries(1024, 1 /* BPF_F_NO_PREALLOC */);
+
+/// Sums of pods that are gone, by namespace and mesh; the programs never read it.
+#[map]
+pub static LEDGER: HashMap<LedgerKey, LedgerSums> =
+    HashMap::with_max_entries(4096, 1 /* BPF_F_NO_PREALLOC */);
 
 /// A rate-limited sample of bypasses, see `emit`.
 #[map]

@@ -13,7 +13,6 @@ use super::Ended;
 use crate::bpf::{BpfError, Hook, Kernel};
 use crate::cgroup::parents::{PodParent, find_parents};
 use crate::cgroup::root::CgroupRoot;
-use crate::cgroup::stream::CgroupSender;
 use crate::policy::exempt::kernel_address;
 use crate::server::{Health, SetMode};
 use crate::status::hook_status;
@@ -45,7 +44,6 @@ pub(super) async fn keep_alive(
     parents: Vec<PodParent>,
     mut mode_changes: mpsc::Receiver<SetMode>,
     health: Arc<Health>,
-    cgroups: CgroupSender,
 ) -> Ended {
     let mut beat = tokio::time::interval(BEAT);
     let mut look = tokio::time::interval(LOOK);
@@ -53,10 +51,7 @@ pub(super) async fn keep_alive(
     let mut lost = Vec::new();
     loop {
         let done = tokio::select! {
-            _ = beat.tick() => {
-                health.set_dropped("cgroups", cgroups.dropped());
-                kernel.maps.beat().map_err(text)
-            }
+            _ = beat.tick() => kernel.maps.beat().map_err(text),
             _ = look.tick() => still_there(&parents).and_then(|()| {
                 look_after(&mut kernel, &health, &mut lost).map_err(text)
             }),

@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use aya::EbpfLoader;
 
 use super::OBJECT;
+use super::attach::{attach_program, load_program};
 use super::error::{Chain, is_denied};
 use super::hooks::Hook;
-use super::kernel::{LOG_LEVEL, attach_program, load_program};
+use super::kernel::LOG_LEVEL;
 use crate::sys::caps::{CAP_SYS_ADMIN, Capabilities};
 use crate::sys::mount::{TRACEFS, has_tracefs, is_bpffs};
 

@@ -6,7 +6,9 @@ use std::path::Path;
 
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
-use nobypass_common::abi::{ABI_VERSION, CidrKey, Config, IdKey, PodCounters, PodName, PodPolicy, PortKey};
+use nobypass_common::abi::{
+    ABI_VERSION, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
+};
 use nobypass_common::headers::Address;
 use nobypass_common::ids::Mode;
 
@@ -21,7 +23,7 @@ const fn size<T>() -> u32 {
 }
 
 /// Maps that are pinned: name, key size, value size (0: none of one's own).
-pub const PINNED: [(&str, u32, u32); 14] = [
+pub const PINNED: [(&str, u32, u32); 15] = [
     ("CONFIG", 4, size::<Config>()),
     ("HEARTBEAT", 4, 8),
     ("POLICY", 8, size::<PodPolicy>()),
@@ -32,6 +34,7 @@ pub const PINNED: [(&str, u32, u32); 14] = [
     ("EXEMPT_IDS", size::<IdKey>(), 1),
     ("NODE_ADDRS", 16, 1),
     ("NAMES", 8, size::<PodName>()),
+    ("LEDGER", size::<LedgerKey>(), size::<LedgerSums>()),
     ("EVENTS", 0, 0),
     ("CGROUPS", 0, 0),
     ("SCRATCH", 4, size::<nobypass_common::abi::CgroupRecord>()),
@@ -53,6 +56,7 @@ pub struct Maps {
     exempt_ids: HashMap<MapData, IdKey, u8>,
     node_addrs: HashMap<MapData, Address, u8>,
     names: HashMap<MapData, u64, PodName>,
+    ledger: HashMap<MapData, LedgerKey, LedgerSums>,
     capacity: u32,
 }
 
@@ -97,6 +101,7 @@ impl Maps {
             exempt_ids: open!(dir, "EXEMPT_IDS", HashMap),
             node_addrs: open!(dir, "NODE_ADDRS", HashMap),
             names: open!(dir, "NAMES", HashMap),
+            ledger: open!(dir, "LEDGER", HashMap),
             capacity,
         })
     }
@@ -221,6 +226,19 @@ impl Maps {
     /// Pods that have a name.
     pub fn named(&self) -> Vec<u64> {
         self.names.keys().filter_map(Result::ok).collect()
+    }
+
+    /// Sums of pods that are gone.
+    pub fn ledger(&self) -> Vec<(LedgerKey, LedgerSums)> {
+        self.ledger.iter().filter_map(Result::ok).collect()
+    }
+
+    /// Sets the sums of pods that are gone of one namespace and mesh.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_ledger(&mut self, key: &LedgerKey, sums: &LedgerSums) -> Result<(), BpfError> {
+        self.ledger.insert(key, sums, 0).map_err(failed("LEDGER"))
     }
 
     /// Makes the node's addresses exactly these.

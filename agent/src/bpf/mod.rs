@@ -1,5 +1,6 @@
 //! The kernel half as the agent sees it: load, pin, attach, adopt, verify. Knows no Kubernetes.
 
+pub mod attach;
 pub mod error;
 pub mod events;
 pub mod features;

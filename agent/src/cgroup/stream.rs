@@ -74,7 +74,7 @@ impl CgroupSender {
         self.shared.wake.notify_one();
     }
 
-    /// How many events did not fit, ever.
+    /// Events that did not fit, so far.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.shared.dropped.load(Ordering::Relaxed)

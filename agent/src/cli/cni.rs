@@ -1,7 +1,7 @@
 //! `nobypass cni`: the CNI half by itself. Needs no cluster, no eBPF, and for looking no root.
 
 mod plan;
-mod run;
+pub(super) mod run;
 mod status;
 mod uninstall;
 
@@ -95,7 +95,7 @@ impl From<RuntimeName> for discover::Runtime {
 }
 
 /// A message for standard error, and the exit code.
-type Failure = (Exit, String);
+pub(super) type Failure = (Exit, String);
 
 /// Runs a sub-command.
 pub fn main(cni: &Cni) -> Exit {

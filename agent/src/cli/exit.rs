@@ -10,10 +10,9 @@ Exit codes:
   1   the command ran and the answer is no, or it failed
   64  wrong arguments, environment or configuration file
   69  something needed is not there (agent, container runtime, cgroup2, bpffs, kernel feature)
-  77  missing permission
-  95  validate: connections of this pod are not redirected";
+  77  missing permission";
 
-/// How a sub-command ended. The numbers follow sysexits.h, 95 is the meshes' own convention.
+/// How a sub-command ended. The numbers follow sysexits.h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {
@@ -27,8 +26,6 @@ pub enum Exit {
     Unavailable = 69,
     /// Missing permission (`EX_NOPERM`).
     NoPermission = 77,
-    /// `validate`: connections are not redirected.
-    NotRedirected = 95,
 }
 
 impl Termination for Exit {

@@ -15,8 +15,6 @@ mod variables;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
 
-use crate::config::Config;
-
 /// Keeps service-mesh pods from talking around their proxy.
 #[derive(Debug, Parser)]
 #[command(name = "nobypass", version, max_term_width = 110, after_help = exit::HELP)]
@@ -49,7 +47,7 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the agent of this node
-    Agent(Box<Config>),
+    Agent(Box<agent::Args>),
     /// Show this node's pods and what their connections do
     Status(status::Args),
     /// Show bypasses as they happen
@@ -84,7 +82,7 @@ pub fn main() -> Exit {
         }
     };
     match cli.command {
-        Command::Agent(config) => agent::run(&config),
+        Command::Agent(args) => agent::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Events(args) => events::run(&args),
         Command::Mode(args) => mode::run(&args),

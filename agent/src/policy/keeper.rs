@@ -4,7 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nobypass_common::abi::{NAME_MAX, NAMESPACE_MAX, PodName, PodPolicy};
+use nobypass_common::abi::{
+    LedgerKey, LedgerSums, NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy,
+};
 use nobypass_common::ids::PodKind;
 use tokio::sync::{mpsc, watch};
 
@@ -55,7 +57,12 @@ impl Keeper {
         let earlier = maps.policies();
         let last_set = earlier.iter().map(|(_, policy)| policy.exempt_set).max().unwrap_or(0);
         let revision = earlier.iter().map(|(_, policy)| policy.revision).max().unwrap_or(0);
-        let (out, snapshots) = watch::channel(Snapshot::default());
+        let mut ledger = Ledger::new();
+        for (LedgerKey { namespace, mesh }, LedgerSums { count }) in maps.ledger() {
+            ledger.insert((text(&namespace).into(), text(&mesh).into()), count);
+        }
+        let state = Snapshot { ledger: Arc::new(ledger.clone()), ..Snapshot::default() };
+        let (out, snapshots) = watch::channel(state.clone());
         let keeper = Self {
             maps,
             parents,
@@ -65,9 +72,9 @@ impl Keeper {
             sets: Sets::starting_after(last_set),
             written: HashMap::new(),
             views: HashMap::new(),
-            ledger: Ledger::new(),
+            ledger,
             revision,
-            state: Snapshot::default(),
+            state,
             out,
         };
         (keeper, snapshots)
@@ -215,7 +222,9 @@ impl Keeper {
         let Some(PodCgroup { id, level }) = entry.cgroup.clone() else { return Ok(None) };
         let since_ns = self.maps.policy(id).map_or_else(monotonic_ns, |policy| policy.since_ns);
         let Some(facts) = &entry.facts else {
-            self.views.entry(id).or_insert_with(|| Arc::new(unknown_view(uid, id)));
+            if !self.views.contains_key(&id) {
+                self.views.insert(id, Arc::new(self.remembered_view(uid, id)));
+            }
             let policy = PodPolicy { level, since_ns, ..PodPolicy::default() };
             // What an earlier agent wrote of this pod holds until the source has spoken.
             if let Err(error) = self.maps.add_policy(id, &policy) {
@@ -256,6 +265,23 @@ impl Keeper {
         self.views.insert(id, Arc::new(view));
         self.written.insert(id, (policy, exemptions));
         Ok(Some((id, policy, released)))
+    }
+
+    /// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
+    fn remembered_view(&self, uid: PodUid, id: u64) -> PodView {
+        let view = unknown_view(uid, id);
+        let (Some(policy), Some(name)) = (self.maps.policy(id), self.maps.name(id)) else { return view };
+        let PodName { namespace, name, mesh } = name;
+        PodView {
+            namespace: text(&namespace).into(),
+            name: text(&name).into(),
+            mesh: text(&mesh).into(),
+            kind: PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown),
+            reason: "remembered",
+            proxy_cgroup: policy.proxy_cgroup,
+            families: [policy.flags & POD_GAP4 == 0, policy.flags & POD_GAP6 == 0],
+            ..view
+        }
     }
 
     fn write(&mut self, id: u64, policy: PodPolicy) -> Result<(), BpfError> {
@@ -300,6 +326,7 @@ impl Keeper {
 
     /// A cgroup is gone: keep its sums, tell everybody, then forget it.
     fn retire(&mut self, id: u64) -> Result<(), BpfError> {
+        let mut sums = None;
         if let Some(counters) = self.maps.counters(id) {
             let (namespace, mesh) = match self.views.get(&id) {
                 Some(view) => (view.namespace.clone(), view.mesh.clone()),
@@ -307,11 +334,21 @@ impl Keeper {
                     (text(&name.namespace).into(), text(&name.mesh).into())
                 }),
             };
-            fold(&mut self.ledger, &namespace, &mesh, &counters);
+            let count = fold(&mut self.ledger, &namespace, &mesh, &counters);
+            sums = Some((
+                LedgerKey { namespace: padded(&namespace), mesh: padded(&mesh) },
+                LedgerSums { count },
+            ));
         }
         self.views.remove(&id);
         self.publish();
         self.maps.forget(id)?;
+        // In this order: an agent that dies in between loses a pod's counts, but never counts them twice.
+        if let Some((key, sums)) = sums
+            && let Err(error) = self.maps.set_ledger(&key, &sums)
+        {
+            tracing::warn!(%error, "sums of pods that are gone will not outlive this agent");
+        }
         if let Some((_, exemptions)) = self.written.remove(&id)
             && let Some(set) = self.sets.release(&exemptions)
         {

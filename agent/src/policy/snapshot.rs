@@ -57,10 +57,11 @@ pub struct Snapshot {
     pub without_entry: u64,
 }
 
-/// Adds a pod's counters to the ledger.
-pub fn fold(ledger: &mut Ledger, namespace: &str, mesh: &str, counters: &PodCounters) {
+/// Adds a pod's counters to the ledger, and gives the new sums.
+pub fn fold(ledger: &mut Ledger, namespace: &str, mesh: &str, counters: &PodCounters) -> [u64; COUNTERS] {
     let sums = ledger.entry((namespace.into(), mesh.into())).or_insert([0; COUNTERS]);
     for (sum, count) in sums.iter_mut().zip(counters.count) {
         *sum = sum.saturating_add(count);
     }
+    *sums
 }

@@ -92,10 +92,8 @@ pub fn pin_map(pin: &Path) -> Result<()> {
         value_size: u32,
         max_entries: u32,
     }
-    let map = owned(bpf(
-        MAP_CREATE,
-        &mut Create { map_type: HASH, key_size: 4, value_size: 4, max_entries: 1 },
-    )?)?;
+    let map =
+        owned(bpf(MAP_CREATE, &mut Create { map_type: HASH, key_size: 4, value_size: 4, max_entries: 1 })?)?;
     #[repr(C)]
     struct Pin {
         pathname: u64,

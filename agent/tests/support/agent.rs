@@ -64,6 +64,8 @@ impl Launch {
     pub fn new(mut command: Command, home: &Path) -> Self {
         let socket = home.join("agent.sock");
         without_settings(&mut command);
+        // The CNI half has tests of its own; nothing here may look at the machine's own CNI directory.
+        command.env("NOBYPASS_CNI_MODE", "off");
         command.args(["agent", "--socket"]).arg(&socket);
         Self { command, socket, log: home.join("agent.log") }
     }

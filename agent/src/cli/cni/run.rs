@@ -17,14 +17,14 @@ use crate::cni::metrics::Metrics;
 use crate::cni::plan::Options;
 use crate::cni::run::{self as half, RunError};
 
-/// `nobypass cni run`.
+/// What the CNI half is told, alone and in the agent.
 #[derive(Debug, clap::Args)]
-pub struct Run {
+pub struct HalfArgs {
     #[command(flatten)]
     place: Where,
     #[command(flatten)]
     which: Which,
-    /// What is nobypass's part on this node
+    /// What is nobypass's part in this node's CNI configuration
     #[arg(long, value_name = "MODE", env = "NOBYPASS_CNI_MODE", default_value = "guard")]
     cni_mode: Mode,
     /// How the node's container runtime chooses its config
@@ -41,31 +41,48 @@ pub struct Run {
     /// between would bypass the mesh
     #[arg(long, env = "NOBYPASS_CNI_CLEANUP_ON_EXIT")]
     cni_cleanup_on_exit: bool,
+}
+
+/// `nobypass cni run`.
+#[derive(Debug, clap::Args)]
+pub struct Run {
+    #[command(flatten)]
+    half: HalfArgs,
     /// What to log: a level, or a tracing filter
     #[arg(long, value_name = "FILTER", env = "NOBYPASS_LOG", default_value = "info")]
     log: String,
 }
 
+impl HalfArgs {
+    /// How to run it, `None` if it is off.
+    pub fn settings(&self) -> Result<Option<(Config, half::Mode)>, Failure> {
+        if self.cni_mode == Mode::Off {
+            return Ok(None);
+        }
+        let mut contract = contract()?;
+        let (dir, host) = self.place.dirs(&contract);
+        if let Some(bin_dir) = &self.cni_bin_dir {
+            contract.mounted_bin = Some(bin_dir.clone());
+        }
+        contract.mounted_net = Some(dir.clone());
+        if let Some(entry) = &self.which.cni_entry {
+            contract.template = Some(Template::File(entry.clone()));
+        }
+        let mode = mode(self, contract)?;
+        let config = Config {
+            host,
+            options: Options { convert: !self.cni_keep_conf, clean_meta: self.cni_mode == Mode::Install },
+            runtime: self.cni_runtime.into(),
+            ..Config::new(dir)
+        };
+        Ok(Some((config, mode)))
+    }
+}
+
 /// Runs it.
 pub fn run(args: &Run) -> Result<Exit, Failure> {
-    if args.cni_mode == Mode::Off {
+    let Some((config, mode)) = args.half.settings()? else {
         return Ok(print("nothing to do: the CNI half is off\n"));
-    }
-    let mut contract = contract()?;
-    let (dir, host) = args.place.dirs(&contract);
-    if let Some(bin_dir) = &args.cni_bin_dir {
-        contract.mounted_bin = Some(bin_dir.clone());
-    }
-    contract.mounted_net = Some(dir.clone());
-    if let Some(entry) = &args.which.cni_entry {
-        contract.template = Some(Template::File(entry.clone()));
-    }
-    let mode = mode(args, contract)?;
-    let config = Config {
-        host,
-        options: Options { convert: !args.cni_keep_conf, clean_meta: args.cni_mode == Mode::Install },
-        runtime: args.cni_runtime.into(),
-        ..Config::new(dir)
     };
     let filter = EnvFilter::try_new(&args.log).map_err(|error| (Exit::Usage, format!("--log: {error}")))?;
     tracing_subscriber::fmt()
@@ -75,7 +92,7 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
         .init();
     let failed = |error: std::io::Error| (Exit::Failed, format!("cannot start: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    tracing::info!(dir = %config.dir.display(), mode = ?args.cni_mode, runtime = ?args.cni_runtime, "keeping the CNI directory");
+    tracing::info!(dir = %config.dir.display(), mode = ?args.half.cni_mode, runtime = ?args.half.cni_runtime, "keeping the CNI directory");
     let ended = runtime.block_on(async {
         let stop = stop().map_err(RunError::Start)?;
         half::run(config, mode, Metrics::default(), stop).await
@@ -87,7 +104,7 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
     }
 }
 
-fn mode(args: &Run, contract: Contract) -> Result<half::Mode, Failure> {
+fn mode(args: &HalfArgs, contract: Contract) -> Result<half::Mode, Failure> {
     if args.cni_mode == Mode::Install {
         let cleanup = args.cni_cleanup_on_exit;
         return Ok(half::Mode::Install { contract: Box::new(contract), cleanup });

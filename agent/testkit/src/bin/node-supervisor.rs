@@ -2,9 +2,10 @@
 //!
 //!   node-supervisor BASE CGROUP [bpf] -- containerd ...
 //!
-//! The test holds this process's standard input. At its end, also because the test was killed, everything goes: containerd, its
-//! shims and every process of the pods (this process is their subreaper, so they all are its descendants), the cgroups named
-//! CGROUP in every hierarchy, and BASE. All mounts are made in a mount namespace of its own and vanish with it.
+//! The test holds this process's standard input, by which it may `kill` and `start` containerd. At its end, also because the
+//! test was killed, everything goes: containerd, its shims and every process of the pods (this process is their subreaper, so
+//! they all are its descendants), the cgroups named CGROUP in every hierarchy, and BASE. All mounts are made in a mount
+//! namespace of its own and vanish with it.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -87,7 +88,39 @@ fn read_order() -> Result<Order> {
 
 fn supervise(order: &Order) -> Result<()> {
     private_mounts(order)?;
-    let log = File::create(order.base.join("containerd.log"))?;
+    let mut child = start(order)?;
+    let mut stdin = std::io::stdin();
+    let mut orders = String::new();
+    loop {
+        reap();
+        let step = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+        match poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(&step)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+            other => other?,
+        };
+        let mut bytes = [0; 64];
+        let read = stdin.read(&mut bytes)?;
+        if read == 0 {
+            return Ok(());
+        }
+        orders.extend(bytes.iter().take(read).map(|byte| char::from(*byte)));
+        while let Some((line, rest)) = orders.split_once('\n') {
+            match line {
+                "kill" => {
+                    kill(child)?;
+                    say("killed");
+                }
+                "start" => child = start(order)?,
+                other => bail!("unknown order {other:?}"),
+            }
+            orders = rest.to_owned();
+        }
+    }
+}
+
+/// Starts the program and tells its process id.
+fn start(order: &Order) -> Result<Pid> {
+    let log = File::options().create(true).append(true).open(order.base.join("containerd.log"))?;
     let (program, args) = order.program.split_first().context("nothing to run")?;
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
@@ -97,18 +130,17 @@ fn supervise(order: &Order) -> Result<()> {
     }
     let child = command.spawn().with_context(|| format!("cannot start {program}"))?;
     say(&format!("started {}", child.id()));
-    let mut stdin = std::io::stdin();
-    loop {
+    Ok(Pid::from_child(&child))
+}
+
+/// Kills the program and waits for its end.
+fn kill(child: Pid) -> Result<()> {
+    // It may have ended.
+    let _ = rustix::process::kill_process(child, Signal::KILL);
+    wait::until("the end of containerd", wait::HANG, || {
         reap();
-        let step = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
-        match poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(&step)) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => continue,
-            other => other?,
-        };
-        if stdin.read(&mut [0; 64])? == 0 {
-            return Ok(());
-        }
-    }
+        rustix::process::test_kill_process(child).is_err().then_some(())
+    })
 }
 
 fn private_mounts(order: &Order) -> Result<()> {

@@ -101,9 +101,7 @@ impl Node {
         let base = dir.keep();
         let mut node =
             Self { options, base, cgroup: name, cri, supervisor, containerd_pid: 0, server, netns, ext };
-        let started = node.supervisor.line(wait::HANG)?;
-        let pid = started.strip_prefix("started ").and_then(|pid| pid.parse().ok());
-        node.containerd_pid = pid.with_context(|| format!("the supervisor said {started:?}"))?;
+        node.read_runtime_pid()?;
         node.await_runtime()?;
         for archive in ["pause.tar", "meshtest.tar"] {
             node.import(&node.base.join(archive))?;
@@ -276,6 +274,28 @@ impl Node {
             .filter_map(|net| net["Config"]["Source"].as_str())
             .find(|s| !s.contains("cni-loopback"));
         Ok(serde_json::from_str(source.context("no network but loopback")?)?)
+    }
+
+    /// Kills containerd. Its pods live on.
+    pub fn kill_runtime(&mut self) -> Result<()> {
+        self.supervisor.write_line("kill")?;
+        let said = self.supervisor.line(wait::HANG)?;
+        ensure!(said == "killed", "the supervisor said {said:?}");
+        Ok(())
+    }
+
+    /// Starts containerd again and waits until it answers.
+    pub fn start_runtime(&mut self) -> Result<()> {
+        self.supervisor.write_line("start")?;
+        self.read_runtime_pid()?;
+        self.await_runtime()
+    }
+
+    fn read_runtime_pid(&mut self) -> Result<()> {
+        let started = self.supervisor.line(wait::HANG)?;
+        let pid = started.strip_prefix("started ").and_then(|pid| pid.parse().ok());
+        self.containerd_pid = pid.with_context(|| format!("the supervisor said {started:?}"))?;
+        Ok(())
     }
 
     /// Removes the pods, ends the node and says what could not be cleaned up.

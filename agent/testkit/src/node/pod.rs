@@ -261,6 +261,19 @@ impl Node {
         Ok(())
     }
 
+    /// Kills and removes a container, as before the kubelet starts it anew.
+    pub fn remove_container(&self, pod: &mut Pod, name: &str) -> Result<()> {
+        let id = pod.container(name)?.to_owned();
+        let mut client = self.cri().runtime();
+        let request = cri::StopContainerRequest { container_id: id.clone(), timeout: 0 };
+        self.cri().call("StopContainer", async move { client.stop_container(request).await })?;
+        let mut client = self.cri().runtime();
+        let request = cri::RemoveContainerRequest { container_id: id };
+        self.cri().call("RemoveContainer", async move { client.remove_container(request).await })?;
+        pod.containers.remove(name);
+        Ok(())
+    }
+
     /// Runs a command in a container, at most 20 s.
     pub fn exec(&self, pod: &Pod, container: &str, command: &[&str]) -> Result<ExecOutput> {
         let cmd = command.iter().map(ToString::to_string).collect();

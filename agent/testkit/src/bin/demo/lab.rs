@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nobypass_testkit::node::{EXT_PORT, EXT4, Node, Pod, PodSpec};
@@ -69,6 +69,30 @@ impl Lab {
         self.node.write_conflist(true).map(drop)
     }
 
+    /// What a primary CNI does when it starts again: its configuration as it knows it, without the mesh's plugin.
+    /// Waits until somebody has put the plugin back, in the file and in the runtime; tells how long the file took.
+    pub fn primary_rewrites(&self) -> Result<Duration> {
+        let dir = self.node.cni_net_dir();
+        let (path, temporary) = (dir.join("10-node.conflist"), dir.join(".10-node.tmp"));
+        fs::write(&temporary, self.node.conflist(&[]))?;
+        let start = Instant::now();
+        fs::rename(&temporary, &path)?;
+        let has_mesh = |text: &str| text.contains("linkerd-cni");
+        until("the mesh's entry in the conflist", LIMIT, || {
+            Ok(has_mesh(&fs::read_to_string(&path)?).then_some(()))
+        })?;
+        let took = start.elapsed();
+        until("the runtime to load the entry", LIMIT, || {
+            Ok(has_mesh(&self.node.loaded_conflist()?.to_string()).then_some(()))
+        })?;
+        Ok(took)
+    }
+
+    /// The node's CNI directory.
+    pub fn cni_dir(&self) -> PathBuf {
+        self.node.cni_net_dir()
+    }
+
     /// Starts a meshed pod and waits until its proxy listens.
     pub fn meshed_pod(&self, name: &str) -> Result<Pod> {
         check()?;
@@ -122,6 +146,7 @@ impl Lab {
         command.args(["agent", "--mode", mode, "--pods", "cri", "--log", "info", "--log-format", "text"]);
         command.arg("--cri-endpoint").arg(self.node.cri_socket());
         command.arg("--pod-parent").arg(self.node.kubepods());
+        command.arg("--cni-dir").arg(self.node.cni_net_dir());
         command.arg("--metrics-addr").arg(format!("0.0.0.0:{METRICS_PORT}"));
         command.stderr(File::create(self.log_path(self.starts))?);
         let agent = self.agent.insert(proc::spawn(command)?);

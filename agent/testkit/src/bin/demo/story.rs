@@ -25,6 +25,7 @@ pub fn tell(screen: &mut Screen, lab: &mut Option<Lab>) -> Result<()> {
         "  shop/early   application and linkerd-proxy; starts before the mesh's CNI plugin is installed",
     )?;
     screen.plain("  shop/late    the same; starts after it")?;
+    screen.plain("  shop/next    the same; starts after the primary CNI has thrown the plugin out again")?;
 
     screen.step("A node has just joined: pods start, the mesh's CNI plugin is not there yet")?;
     let lab = lab.insert(Lab::new()?);
@@ -40,6 +41,8 @@ pub fn tell(screen: &mut Screen, lab: &mut Option<Lab>) -> Result<()> {
     without_agent(screen, lab, &early)?;
     screen.pause(&lab.way_in())?;
     late(screen, lab)?;
+    screen.pause(&lab.way_in())?;
+    rewritten(screen, lab)?;
     screen.pause(&lab.way_in())?;
     clean_up(screen, lab)
 }
@@ -129,6 +132,21 @@ fn late(screen: &mut Screen, lab: &mut Lab) -> Result<()> {
     screen.quote(&lab.nobypass(&["status"])?)?;
     ensure!(pod["mode"] == "enforce" && pod["bypasses"] == 0, "the status counts otherwise: {pod}");
     screen.ok("through the proxy; nothing of it was dropped")
+}
+
+fn rewritten(screen: &mut Screen, lab: &mut Lab) -> Result<()> {
+    screen.step("The primary CNI starts again and writes its configuration without the mesh's plugin")?;
+    let took = lab.primary_rewrites()?;
+    screen.command("nobypass cni status")?;
+    let dir = lab.cni_dir().display().to_string();
+    screen.quote(&lab.nobypass(&["cni", "status", "--cni-dir", &dir])?)?;
+    let next = lab.meshed_pod("next")?;
+    let Outcome { app_saw, plain, mesh, .. } = attempt(screen, lab, &next)?;
+    ensure!((app_saw.as_str(), plain, mesh) == ("mesh", 0, 1), "that did not go through the proxy");
+    screen.ok(&format!(
+        "nobypass put the plugin back within {:.1} ms; the next pod is redirected",
+        took.as_secs_f64() * 1000.0
+    ))
 }
 
 fn clean_up(screen: &mut Screen, lab: &mut Lab) -> Result<()> {
