@@ -12,6 +12,7 @@ mod support {
     pub mod mounts;
 }
 
+mod changes;
 mod depths;
 mod exemptions;
 mod held;
