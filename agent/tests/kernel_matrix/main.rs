@@ -18,4 +18,5 @@ mod exemptions;
 mod held;
 mod matrix;
 mod policies;
+mod refusals;
 mod scene;
