@@ -53,6 +53,8 @@ pub fn v6(ctx: &SockAddrContext) -> i32 {
 
 /// `struct sockaddr_in` or, longer, `sockaddr_in6`, with port 0.
 type SockAddr = [u32; 7];
+/// Its size, bytes.
+const SOCKADDR_LEN: i32 = 28;
 
 #[inline(always)]
 const fn sockaddr(family: u16, rest: [u32; 6]) -> SockAddr {
@@ -68,7 +70,7 @@ const fn sockaddr(family: u16, rest: [u32; 6]) -> SockAddr {
 #[inline(always)]
 fn is_own(addr: *mut bpf_sock_addr, mut own: SockAddr) -> bool {
     // SAFETY: the context; the helper reads that many bytes.
-    unsafe { bpf_bind(addr, own.as_mut_ptr().cast(), size_of::<SockAddr>() as i32) == 0 }
+    unsafe { bpf_bind(addr, own.as_mut_ptr().cast(), SOCKADDR_LEN) == 0 }
 }
 
 /// 0.0.0.0 or ::, which connect(2) takes for loopback.
