@@ -3,43 +3,39 @@
 //! Tasks end only when the process does; one that ends by itself takes the process down, so that nothing dies
 //! silently. The pins stay: enforcement goes on without an agent.
 
+mod follow;
 mod keep;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nobypass_common::abi::{CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, Config as KernelConfig};
-use nobypass_common::ids::{CgroupChange, Mode, UnknownPolicy};
+use nobypass_common::ids::{Mode, UnknownPolicy};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 
+use self::follow::{follow_cgroups, follow_events, follow_inotify, watch_source};
 use self::keep::{follow_parents, keep_alive, show_hooks};
-use crate::bpf::events::{Ring, cgroup_notice, event};
+use crate::bpf::events::Ring;
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Kernel, Maps, Options, Parent, selftest};
-use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
-use crate::cgroup::path::parse_below;
 use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
-use crate::cgroup::stream::{CgroupSender, Item, channel};
-use crate::cgroup::watch as inotify;
+use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
 use crate::cni;
 use crate::config::{Config, InboundFlag, NonTcpFlag};
-use crate::detect::report::{LogLimit, Report, log, report};
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
-use crate::pods::source::cri::{CriOptions, CriSource, CriState, endpoint};
-use crate::pods::source::{Nudge, PodUpdate};
+use crate::pods::source::PodUpdate;
+use crate::pods::source::cri::{CriOptions, CriSource, endpoint};
+use crate::policy::Keeper;
 use crate::policy::desired::Wishes;
-use crate::policy::keeper::text;
-use crate::policy::{Keeper, Snapshot};
-use crate::server::{Channel, Context, Health, SetMode, SocketFile, bind_socket, serve};
-use crate::sys::clock::wall;
+use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
 
@@ -106,14 +102,11 @@ impl AppError {
     }
 }
 
-/// What the CNI half is told: where, and how.
-pub type CniSettings = (cni::guard::Config, cni::run::Mode);
-
 /// Runs the agent until it is told to stop; without `cni`, the CNI configuration is left alone.
 ///
 /// # Errors
 /// [`AppError`], each with what to do.
-pub fn run(config: &Config, cni: Option<CniSettings>) -> Result<(), AppError> {
+pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppError> {
     let level = telemetry::init(&config.log, config.log_format)?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "nobypass agent starts");
     let profiles = match &config.profiles {
@@ -156,10 +149,13 @@ type Ended = (&'static str, Result<(), String>);
 
 impl Agent<'_> {
     /// The CNI half starts first, since it needs nothing else, and ends last: what is under way is finished.
-    async fn run(self, cni: Option<CniSettings>) -> Result<(), AppError> {
+    async fn run(self, cni: Option<cni::run::Settings>) -> Result<(), AppError> {
         let (stop, stopping) = watch::channel(false);
         let metrics = self.cni_metrics.clone().unwrap_or_default();
-        let mut half = cni.map(|(config, mode)| tokio::spawn(cni::run::run(config, mode, metrics, stopping)));
+        let mut half = cni.map(|mut settings| {
+            settings.runtime.endpoint.clone_from(&self.endpoint);
+            tokio::spawn(cni::run::run(settings, metrics, stopping))
+        });
         let half_ends = async {
             match &mut half {
                 Some(half) => half.await,
@@ -404,125 +400,4 @@ fn stop_signal() -> Result<impl Future<Output = ()>, AppError> {
             _ = int.recv() => {}
         }
     })
-}
-
-/// Cgroups that the tracepoints report: to the keeper, and as hints to the pod source.
-async fn follow_cgroups(
-    mut ring: Ring,
-    parents: Vec<PodParent>,
-    cgroups: CgroupSender,
-    nudge: mpsc::Sender<Nudge>,
-    health: Arc<Health>,
-) -> Ended {
-    loop {
-        let drained = ring
-            .drain(|record| {
-                let Some(notice) = cgroup_notice(record) else { return };
-                let Some(path) = notice.path else {
-                    cgroups.rescan();
-                    return;
-                };
-                if selftest::is_canary(&path) {
-                    return;
-                }
-                let kind = match notice.change {
-                    CgroupChange::Made => CgroupEventKind::Made,
-                    CgroupChange::Removed => CgroupEventKind::Removed,
-                };
-                hint(&parents, &nudge, kind, &path);
-                cgroups.send(CgroupEvent { kind, id: notice.id, level: notice.level, path });
-            })
-            .await;
-        health.set_dropped(Channel::Cgroups, cgroups.dropped());
-        if let Err(error) = drained {
-            return ("cgroups", Err(error.to_string()));
-        }
-    }
-}
-
-/// Tells the pod source that it may have news of this cgroup's pod.
-fn hint(parents: &[PodParent], nudge: &mpsc::Sender<Nudge>, kind: CgroupEventKind, path: &str) {
-    let pod = parents.iter().find_map(|parent| parse_below(&parent.rel, path));
-    // A lost hint costs time only: the source also looks by itself.
-    if let Some(hint) = pod.and_then(|pod| Nudge::new(kind, pod)) {
-        let _ = nudge.try_send(hint);
-    }
-}
-
-/// The way to see cgroups where the tracepoints do not work.
-async fn follow_inotify(parents: Vec<PodParent>, cgroups: CgroupSender, nudge: mpsc::Sender<Nudge>) -> Ended {
-    let (seen, mut items) = channel(CGROUP_QUEUE);
-    let forward = async {
-        while let Some(item) = items.recv().await {
-            match item {
-                Item::Event(event) => {
-                    hint(&parents, &nudge, event.kind, &event.path);
-                    cgroups.send(event);
-                }
-                Item::Rescan => cgroups.rescan(),
-            }
-        }
-    };
-    let ended = tokio::select! {
-        ended = inotify::run(&parents, &seen) => ended.map_err(|error| error.to_string()),
-        () = forward => Ok(()),
-    };
-    ("inotify", ended)
-}
-
-/// Bypasses: into the log, and to whoever listens.
-async fn follow_events(
-    mut ring: Ring,
-    maps: Maps,
-    snapshots: watch::Receiver<Snapshot>,
-    reports: broadcast::Sender<Arc<Report>>,
-) -> Ended {
-    let mut limit = LogLimit::default();
-    loop {
-        let mut events = Vec::new();
-        if let Err(error) = ring.drain(|record| events.extend(event(record))).await {
-            return ("events", Err(error.to_string()));
-        }
-        let snapshot = snapshots.borrow().clone();
-        for event in events {
-            let mut report = report(&event, &snapshot, wall(event.ts_ns));
-            if report.pod.is_empty()
-                && let Some(name) = maps.name(event.pod)
-            {
-                // Written by an earlier agent; this one has not heard of the pod yet.
-                report.namespace = text(&name.namespace);
-                report.pod = text(&name.name);
-                report.mesh = text(&name.mesh);
-            }
-            if let Some(left_out) = limit.admit(event.pod, Instant::now()) {
-                log(&report, left_out);
-            }
-            // Nobody listening is no error.
-            let _ = reports.send(Arc::new(report));
-        }
-    }
-}
-
-/// Tells readiness what the pod source does.
-async fn watch_source(
-    mut state: watch::Receiver<CriState>,
-    mut snapshots: watch::Receiver<Snapshot>,
-    health: Arc<Health>,
-) -> Ended {
-    loop {
-        let (connected, error) = {
-            let state = state.borrow_and_update();
-            (state.connected, state.last_error.clone())
-        };
-        let reason = error.unwrap_or_else(|| "not connected yet".into());
-        match (connected, snapshots.borrow_and_update().synced) {
-            (true, true) => health.done("pods"),
-            (true, false) => health.wait_for("pods", "connected to the container runtime, listing"),
-            (false, _) => health.wait_for("pods", reason),
-        }
-        tokio::select! {
-            changed = state.changed() => if changed.is_err() { return ("pods", Ok(())) },
-            changed = snapshots.changed() => if changed.is_err() { return ("policy", Ok(())) },
-        }
-    }
 }

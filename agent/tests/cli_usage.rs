@@ -1,6 +1,11 @@
 //! The command line as scripts and people meet it, without any privilege.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "the helpers of a test may panic as the test may"
+)]
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,7 +1,12 @@
 //! What must hold without exception: nothing gets out first, nothing is counted twice or not at all, and an agent
 //! that dies takes nothing with it.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "the helpers of a test may panic as the test may"
+)]
 
 mod support {
     #![allow(dead_code, reason = "each test target uses its part")]

@@ -11,118 +11,24 @@
 mod support {
     #![allow(dead_code, reason = "each test target uses its part")]
     pub mod agent;
+    pub mod machine;
     pub mod mounts;
 }
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::Write as _;
 use std::net::TcpListener;
-use std::os::fd::AsFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::Command;
-use std::time::{Duration, Instant};
 
-use nobypass::sys::bpf::{AttachType, attached, program_name};
-use nobypass_testkit::cgroup::{Qos, Scratch, v2_root};
-use nobypass_testkit::foreign::{Foreign, Sharing, pin_map};
+use nobypass_testkit::cgroup::{Qos, v2_root};
+use nobypass_testkit::foreign::{Foreign, Sharing};
 use nobypass_testkit::netns::{FAR4, world_with_pod};
 use nobypass_testkit::traffic::Traffic;
-use nobypass_testkit::wait;
-use support::agent::{Agent, BIN, Ended, Launch, run};
+use support::agent::{Agent, BIN, Launch, run};
+use support::machine::{HOOKS, Machine, UID, hook, says, sees_pod};
 use support::mounts::Mounts;
-
-const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
-const HOOKS: [AttachType; 4] =
-    [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
-const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
-/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
-const PINS: usize = 21;
-
-/// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
-struct Machine {
-    mounts: Mounts,
-    scratch: Scratch,
-    home: tempfile::TempDir,
-}
-
-impl Machine {
-    fn new() -> Self {
-        Self::with(Mounts::new())
-    }
-
-    fn with(mounts: Mounts) -> Self {
-        Self { mounts, scratch: Scratch::new().unwrap(), home: tempfile::tempdir().unwrap() }
-    }
-
-    fn launch(&self) -> Launch {
-        self.launch_by(self.mounts.command(BIN))
-    }
-
-    /// Through another program, which runs the agent in the end: `setpriv ... nobypass agent ...`.
-    fn launch_through(&self, program: &str, args: &[&str]) -> Launch {
-        let mut command = self.mounts.command(program);
-        command.args(args).arg(BIN);
-        self.launch_by(command)
-    }
-
-    fn launch_by(&self, command: Command) -> Launch {
-        let runtime = self.home.path().join("no-runtime.sock").display().to_string();
-        let kubepods = self.scratch.kubepods().display().to_string();
-        let args = ["--metrics-addr", "none", "--cri-endpoint", &runtime, "--pod-parent", &kubepods];
-        Launch::new(command, self.home.path()).args(args)
-    }
-
-    /// As [`Machine::launch`] without `--pod-parent` and the other defaults.
-    fn launch_bare(&self) -> Launch {
-        Launch::new(self.mounts.command(BIN), self.home.path()).args(["--metrics-addr", "none"])
-    }
-
-    fn nobypass(&self, args: &[&str]) -> Ended {
-        let mut command = self.mounts.command(BIN);
-        command.args(args);
-        run(command)
-    }
-
-    fn cleanup(&self) -> Ended {
-        self.nobypass(&["cleanup"])
-    }
-
-    /// Names of the programs attached to the pods' parent and to the directory that holds it.
-    fn programs(&self) -> Vec<String> {
-        let mut found = Vec::new();
-        for dir in [self.scratch.top(), &self.scratch.kubepods()] {
-            let cgroup = File::open(dir).unwrap();
-            for hook in HOOKS {
-                let programs = attached(cgroup.as_fd(), hook, false).unwrap().programs;
-                found.extend(programs.into_iter().map(|id| program_name(id).unwrap()));
-            }
-        }
-        found
-    }
-
-    fn nothing_is_left(&self) {
-        assert_eq!(self.mounts.pins(), [""; 0]);
-        assert_eq!(self.programs(), [""; 0]);
-        let inside: Vec<_> = fs::read_dir(self.scratch.kubepods()).unwrap().flatten().collect();
-        assert!(inside.iter().all(|entry| !entry.file_type().unwrap().is_dir()), "{inside:?}");
-    }
-
-    fn all_is_attached(&self) {
-        let pins = self.mounts.pins();
-        assert_eq!(pins.len(), PINS, "{pins:?}");
-        assert_eq!(self.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
-    }
-}
-
-fn says(ended: &Ended, code: i32, words: &[&str]) {
-    assert_eq!(ended.code, Some(code), "{}", ended.err);
-    assert!(ended.last().starts_with("nobypass: "), "{}", ended.err);
-    for word in words {
-        assert!(ended.last().contains(word), "should say {word:?}: {}", ended.err);
-    }
-}
 
 #[test]
 fn without_cgroup2_it_says_how_to_get_it() {
@@ -170,15 +76,6 @@ fn a_place_that_cannot_hold_pins_is_refused_before_anything_is_waited_for() {
     }
     assert!(!Path::new(&on_disk).exists());
     machine.nothing_is_left();
-}
-
-fn hook<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Value {
-    let hooks = status["hooks"].as_array().unwrap();
-    hooks.iter().find(|hook| hook["hook"] == name).unwrap_or_else(|| panic!("no hook {name} in {status}"))
-}
-
-fn sees_pod(agent: &Agent, id: u64) -> bool {
-    agent.status()["pods"].as_array().unwrap().iter().any(|pod| pod["cgroup"] == id)
 }
 
 #[test]
@@ -304,98 +201,6 @@ fn programs_of_others_and_ours_do_not_disturb_each_other() {
 }
 
 #[test]
-fn one_set_of_pins_has_one_agent_and_cleanup_waits_for_its_end() {
-    let machine = Machine::new();
-    let agent = machine.launch().start().attached();
-    machine.all_is_attached();
-
-    let home = tempfile::tempdir().unwrap();
-    let kubepods = machine.scratch.kubepods();
-    let second = || Launch::new(machine.mounts.command(BIN), home.path()).args(["--metrics-addr", "none"]);
-    let ended = second().args([Path::new("--pod-parent"), &kubepods]).fail();
-    says(&ended, 1, &["another nobypass agent works with", BPF_DIR, "stop it first", "--bpf-dir"]);
-    says(&machine.cleanup(), 1, &["another nobypass agent works with", "stop it first"]);
-    machine.all_is_attached();
-    assert_eq!(hook(&agent.status(), "egress")["effective"], true);
-
-    assert!(agent.terminate().success());
-    machine.all_is_attached();
-    let status = machine.nobypass(&["status", "--socket", "/nonexistent"]);
-    assert_eq!(status.code, Some(0), "{}", status.err);
-    assert!(status.out.contains("NO AGENT"), "{}", status.out);
-    let first = machine.cleanup();
-    assert_eq!(first.code, Some(0), "{}", first.err);
-    assert!(first.out.contains(&format!("removed {PINS} pins")), "{}", first.out);
-    machine.nothing_is_left();
-    let second = machine.cleanup();
-    assert_eq!(second.code, Some(0), "{}", second.err);
-    assert!(second.out.contains("nothing to do"), "{}", second.out);
-}
-
-#[test]
-fn pins_that_another_file_system_hides_are_not_attached_a_second_time() {
-    let machine = Machine::new();
-    let agent = machine.launch().start().attached();
-    agent.kill();
-    fs::remove_file(machine.home.path().join("agent.sock")).unwrap();
-    machine.mounts.sh("mount -t bpf bpf /sys/fs/bpf");
-    let ended = machine.launch().fail();
-    let words = ["already attached to", "nb_egress", "findmnt -t bpf", "nobypass cleanup"];
-    says(&ended, 1, &words.map(|word| if word == "nb_egress" { "on egress" } else { word }));
-    assert_eq!(machine.mounts.pins(), [""; 0]);
-    machine.mounts.sh("umount /sys/fs/bpf");
-    machine.all_is_attached();
-    let agent = machine.launch().start().attached();
-    agent.line(&["attached", "adopted=true"]);
-    machine.all_is_attached();
-}
-
-#[test]
-fn pins_of_another_version_go_once_ours_work() {
-    let machine = Machine::new();
-    assert!(machine.launch().start().attached().terminate().success());
-    machine.mounts.sh(&format!("mv {BPF_DIR}/v1 {BPF_DIR}/v0"));
-    let pins = machine.mounts.pins();
-    assert!(pins.len() == PINS && pins.iter().all(|pin| pin.starts_with("nobypass/v0/")), "{pins:?}");
-
-    // A start that fails leaves the old version at work.
-    fs::write(machine.scratch.kubepods().join("cgroup.max.descendants"), "0").unwrap();
-    says(&machine.launch().fail(), 69, &["did not see a test connection"]);
-    fs::write(machine.scratch.kubepods().join("cgroup.max.descendants"), "max").unwrap();
-    assert_eq!(machine.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
-
-    let agent = machine.launch().start().attached();
-    agent.line(&["removed the pins of another version", &format!("pins={PINS}")]);
-    agent.line(&["attached", "adopted=false"]);
-    machine.all_is_attached();
-    assert!(machine.mounts.pins().iter().all(|pin| pin.starts_with("nobypass/v1/")));
-}
-
-#[test]
-fn a_pinned_map_of_another_layout_is_refused() {
-    let machine = Machine::new();
-    assert!(machine.launch().start().attached().terminate().success());
-    let pin = machine.mounts.see(BPF_DIR).join("v1/POLICY");
-    fs::remove_file(&pin).unwrap();
-    pin_map(&pin).unwrap();
-    let ended = machine.launch().fail();
-    says(&ended, 1, &["POLICY", "another layout (4+4 bytes, expected 8+", "nobypass cleanup"]);
-    machine.all_is_attached();
-    assert_eq!(machine.cleanup().code, Some(0));
-    machine.nothing_is_left();
-    machine.launch().start().attached();
-}
-
-#[test]
-fn programs_that_cannot_be_proven_to_work_are_withdrawn() {
-    let machine = Machine::new();
-    fs::write(machine.scratch.kubepods().join("cgroup.max.descendants"), "0").unwrap();
-    let ended = machine.launch().fail();
-    says(&ended, 69, &["did not see a test connection", "cannot make a scratch cgroup", "not covered"]);
-    machine.nothing_is_left();
-}
-
-#[test]
 fn a_container_runtime_that_does_not_answer_keeps_it_waiting_and_not_from_working() {
     let machine = Machine::new();
     let socket = |name: &str| machine.home.path().join(name);
@@ -517,102 +322,6 @@ fn a_pods_cgroup_that_is_not_one_is_named() {
 }
 
 #[test]
-fn a_pods_cgroup_made_anew_ends_the_agent_and_the_next_one_covers_it() {
-    let machine = Machine::new();
-    let agent = machine.launch().start().attached();
-    let old = machine.mounts.pins();
-    let kubepods = machine.scratch.kubepods();
-    fs::remove_dir(&kubepods).unwrap();
-    fs::create_dir(&kubepods).unwrap();
-    assert_eq!(machine.programs(), [""; 0], "the kernel detached them");
-    let ended = agent.wait();
-    says(&ended, 1, &[&kubepods.display().to_string(), "started again"]);
-
-    let agent = machine.launch().start().attached();
-    agent.line(&["attached", "adopted=true"]);
-    machine.all_is_attached();
-    let links =
-        |pins: &[String]| pins.iter().filter(|pin| pin.contains("link_egress")).cloned().collect::<Vec<_>>();
-    assert_ne!(links(&machine.mounts.pins()), links(&old), "the links of the old one are gone");
-}
-
-#[test]
-fn pins_that_somebody_removes_are_made_again() {
-    let machine = Machine::new();
-    let agent = machine.launch().args(["--mode", "enforce"]).start().attached();
-    let pins = machine.mounts.pins();
-    let links = || machine.mounts.pins().into_iter().filter(|pin| pin.contains("/link_"));
-    for which in ["link_egress_", "link_connect6_", "link_cgroup_mkdir", "link_"] {
-        let mut removed = 0;
-        for pin in links().filter(|pin| pin.contains(which)) {
-            fs::remove_file(machine.mounts.see("/sys/fs/bpf").join(pin)).unwrap();
-            removed += 1;
-        }
-        assert!(removed > 0, "{which}");
-        agent.until("the pins", |_| (machine.mounts.pins() == pins).then_some(()));
-        agent.until("the hooks", |agent| {
-            let status = agent.status();
-            status["hooks"].as_array().unwrap().iter().all(|hook| hook["effective"] == true).then_some(())
-        });
-        machine.all_is_attached();
-    }
-    agent.line(&["ERROR", "somebody detached programs of ours", "egress"]);
-    assert_eq!(agent.metrics().sum("mode", &[("mode", "enforce")]), 1, "the mode is as it was");
-
-    // With the directory gone there is nothing to put them into: the next agent begins anew.
-    machine.mounts.sh(&format!("rm -r {BPF_DIR}"));
-    let ended = agent.wait();
-    says(&ended, 1, &["cannot pin", BPF_DIR, "started again"]);
-    let agent = machine.launch().start().attached();
-    agent.line(&["attached", "adopted=false"]);
-    machine.all_is_attached();
-}
-
-#[test]
-fn an_end_at_any_moment_of_the_start_leaves_all_or_nothing() {
-    let machine = Machine::new();
-    let mut states = [0, 0];
-    let start = Instant::now();
-    machine.launch().start().attached().kill();
-    // Twice the time of a whole start, in steps.
-    let whole = start.elapsed();
-    assert_eq!(machine.cleanup().code, Some(0));
-    for turn in 0..24_u32 {
-        let agent = machine.launch().start();
-        let moment = Instant::now() + whole * turn / 16;
-        wait::until("the moment", wait::HANG, || (Instant::now() >= moment).then_some(())).unwrap();
-        let (status, log) = agent.terminate_and_log();
-        assert!(status.success() || status.code().is_none(), "turn {turn}: {status}: {log}");
-        if machine.mounts.pins().is_empty() {
-            states[0] += 1;
-            machine.nothing_is_left();
-        } else {
-            states[1] += 1;
-            machine.all_is_attached();
-            assert_eq!(machine.cleanup().code, Some(0));
-            machine.nothing_is_left();
-        }
-    }
-    assert!(states[0] > 0 && states[1] > 0, "both kinds of moments were met: {states:?}");
-}
-
-#[test]
-fn killed_at_any_moment_the_next_start_puts_it_right() {
-    let machine = Machine::new();
-    for turn in 0..12_u64 {
-        let agent = machine.launch().start();
-        let moment = Instant::now() + Duration::from_millis(turn * 25);
-        wait::until("the moment", wait::HANG, || (Instant::now() >= moment).then_some(())).unwrap();
-        agent.kill();
-    }
-    let agent = machine.launch().start().attached();
-    machine.all_is_attached();
-    assert!(agent.terminate().success());
-    assert_eq!(machine.cleanup().code, Some(0));
-    machine.nothing_is_left();
-}
-
-#[test]
 fn the_kubelet_may_come_later_also_on_a_node_that_is_itself_a_container() {
     let machine = Machine::new();
     let kubepods = machine.scratch.kubepods();
@@ -630,7 +339,7 @@ fn the_kubelet_may_come_later_also_on_a_node_that_is_itself_a_container() {
     let ended = machine.nobypass(&["status", "--socket", &agent.socket().display().to_string()]);
     assert_eq!(ended.code, Some(1));
     assert!(ended.err.contains("the agent is starting: ") && ended.err.contains("kubelet"), "{}", ended.err);
-    machine.mounts.pins().iter().for_each(|pin| panic!("{pin} is too early"));
+    assert_eq!(machine.mounts.pins(), [""; 0], "too early");
 
     fs::create_dir(&kubepods).unwrap();
     let agent = agent.attached();

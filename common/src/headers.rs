@@ -1,6 +1,6 @@
 //! IPv4, IPv6, TCP and UDP headers: pure functions on fixed-size arrays.
 //!
-//! The programs read the common case (40 bytes of IPv4 without options and TCP, or 60 of IPv6) by direct packet
+//! The programs read the common case (40 bytes of IPv4 without options and TCP or UDP, or 60 of IPv6) by direct packet
 //! access and everything else through `bpf_skb_load_bytes`; both end here. Arrays of constant size keep the
 //! verifier free of bounds to prove and the compiler free of panics to insert.
 
@@ -198,6 +198,12 @@ pub const fn is_syn(flags: u8) -> bool {
     flags & (FLAG_SYN | FLAG_ACK) == FLAG_SYN
 }
 
+/// Reads the first word of a UDP header (RFC 768).
+#[inline(always)]
+pub const fn udp(word: u32) -> Transport {
+    ports(Kind::Udp, word)
+}
+
 /// TCP and UDP begin with their ports.
 #[inline(always)]
 const fn ports(kind: Kind, word: u32) -> Transport {
@@ -232,7 +238,7 @@ pub fn parse<L: Load>(load: &mut L) -> Option<(u8, Addresses, Transport)> {
             None => Transport::of(Kind::TcpCut),
         },
         IPPROTO_UDP if next.here => match load.load::<2>(next.offset) {
-            Some(h) => ports(Kind::Udp, h[0]),
+            Some(h) => udp(h[0]),
             None => Transport::of(Kind::Opaque),
         },
         _ => Transport::of(Kind::Opaque),

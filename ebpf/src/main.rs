@@ -2,6 +2,17 @@
 
 #![no_std]
 #![no_main]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "widths are those of helpers and contexts, values are known to fit; a checked conversion would be one more branch for the verifier"
+)]
+#![allow(
+    clippy::needless_borrows_for_generic_args,
+    reason = "by value would copy a map's value to the 512-byte stack"
+)]
+#![allow(clippy::needless_pass_by_value, reason = "the macros of aya-ebpf hand the context over by value")]
 
 mod connect;
 mod count;

@@ -2,13 +2,13 @@
 
 use aya_ebpf::bindings::__sk_buff;
 use aya_ebpf::helpers::bpf_skb_load_bytes;
-use nobypass_common::headers::{self, Addresses, IPPROTO_TCP, Kind, Load};
+use nobypass_common::headers::{self, Addresses, IPPROTO_TCP, IPPROTO_UDP, Kind, Load};
 use nobypass_common::verdict::Packet;
 
-/// IPv4 without options, and TCP.
-const V4_TCP: usize = 40;
-/// IPv6 without extension headers, and TCP.
-const V6_TCP: usize = 60;
+/// IPv4 without options, and TCP; or UDP with 12 bytes, the shortest DNS message.
+const V4_PLAIN: usize = 40;
+/// IPv6 without extension headers, and as above.
+const V6_PLAIN: usize = 60;
 
 /// Reads the headers of a packet; `None` for what passes unseen: later packets of a TCP connection, and what is
 /// not IP.
@@ -18,32 +18,37 @@ pub fn read(skb: *mut __sk_buff) -> Option<Packet> {
     let (data, end, ifindex, mark) =
         unsafe { ((*skb).data as usize, (*skb).data_end as usize, (*skb).ifindex, (*skb).mark) };
     let packet = |family, addresses, transport| Some(Packet { family, addresses, transport, ifindex, mark });
-    if data + V4_TCP <= end {
+    if data + V4_PLAIN <= end {
         // Words, not bytes: the stack builds headers at multiples of four, and x86 and arm64 take any other too.
         // SAFETY: 40 bytes are there.
-        let h = unsafe { &*(data as *const [u32; V4_TCP / 4]) };
+        let h = unsafe { &*(data as *const [u32; V4_PLAIN / 4]) };
         let [version, ..] = h[0].to_ne_bytes();
         let [.., frag_hi, frag_lo] = h[1].to_ne_bytes();
         let [_, protocol, ..] = h[2].to_ne_bytes();
-        // Version 4, five words; TCP; not a later fragment.
-        if version == 0x45 && protocol == IPPROTO_TCP && frag_hi & 0x1f == 0 && frag_lo == 0 {
-            if !headers::is_syn(h[8].to_ne_bytes()[1]) {
-                return None;
+        // Version 4, five words; not a later fragment.
+        if version == 0x45 && frag_hi & 0x1f == 0 && frag_lo == 0 {
+            if protocol == IPPROTO_TCP {
+                if !headers::is_syn(h[8].to_ne_bytes()[1]) {
+                    return None;
+                }
+                return packet(4, v4_addresses(h), headers::tcp(&[h[5], h[6], h[7], h[8]]));
             }
-            let transport = headers::tcp(&[h[5], h[6], h[7], h[8]]);
-            return packet(4, headers::ipv4_addresses(&[h[0], h[1], h[2], h[3], h[4]]), transport);
+            if protocol == IPPROTO_UDP {
+                return packet(4, v4_addresses(h), headers::udp(h[5]));
+            }
         }
-        if version >> 4 == 6 && data + V6_TCP <= end {
+        if version >> 4 == 6 && data + V6_PLAIN <= end {
             // SAFETY: 60 bytes are there.
-            let h = unsafe { &*(data as *const [u32; V6_TCP / 4]) };
+            let h = unsafe { &*(data as *const [u32; V6_PLAIN / 4]) };
             let [.., next, _] = h[1].to_ne_bytes();
             if next == IPPROTO_TCP {
                 if !headers::is_syn(h[13].to_ne_bytes()[1]) {
                     return None;
                 }
-                let addresses =
-                    Addresses { source: [h[2], h[3], h[4], h[5]], destination: [h[6], h[7], h[8], h[9]] };
-                return packet(6, addresses, headers::tcp(&[h[10], h[11], h[12], h[13]]));
+                return packet(6, v6_addresses(h), headers::tcp(&[h[10], h[11], h[12], h[13]]));
+            }
+            if next == IPPROTO_UDP {
+                return packet(6, v6_addresses(h), headers::udp(h[10]));
             }
         }
     }
@@ -52,6 +57,16 @@ pub fn read(skb: *mut __sk_buff) -> Option<Packet> {
         return None;
     }
     packet(family, addresses, transport)
+}
+
+#[inline(always)]
+fn v4_addresses(h: &[u32; V4_PLAIN / 4]) -> Addresses {
+    headers::ipv4_addresses(&[h[0], h[1], h[2], h[3], h[4]])
+}
+
+#[inline(always)]
+fn v6_addresses(h: &[u32; V6_PLAIN / 4]) -> Addresses {
+    Addresses { source: [h[2], h[3], h[4], h[5]], destination: [h[6], h[7], h[8], h[9]] }
 }
 
 struct Skb(*mut __sk_buff);

@@ -2,6 +2,7 @@
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool talks to its user")]
 
+mod bench;
 mod bpf;
 mod ci;
 mod demo;
@@ -74,6 +75,17 @@ enum Command {
         #[arg(last = true)]
         filter: Vec<String>,
     },
+    /// Measure what nobypass costs on this machine
+    #[command(after_help = bench::help())]
+    Bench {
+        /// Only these [default: all]
+        #[arg(value_name = "NAME", hide_possible_values = true,
+              value_parser = PossibleValuesParser::new(bench::names()))]
+        names: Vec<String>,
+        /// For the benchmark itself
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
     /// Check format, lints of both halves and this repository's own rules
     Lint,
     /// All that a change has to pass: setup, lint, test, demo, and nothing left behind on the machine
@@ -101,6 +113,7 @@ fn run(command: Command) -> Result<ExitCode> {
             Err(error).context("cannot start the demo")
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
+        Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
         Command::Lint => Ok(end(counted(lint::run()))),
         Command::Ci => Ok(end(ci::run())),
     }

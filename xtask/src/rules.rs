@@ -9,6 +9,8 @@ use anyhow::{Context as _, Result};
 use crate::exec::{output, repo_root};
 
 const MAX_LINES: usize = 500;
+/// Of a test target: a table of cases reads better in one piece.
+const MAX_TEST_LINES: usize = 700;
 
 /// Everything else is safe Rust.
 const UNSAFE_ALLOWED: [&str; 7] = [
@@ -25,7 +27,7 @@ const UNSAFE_ALLOWED: [&str; 7] = [
 const ARROWS: [(&str, &[&str], &str); 4] = [
     (
         "agent/src/cni/",
-        &["crate::bpf", "crate::pods", "kube::"],
+        &["crate::bpf", "crate::policy", "kube::"],
         "`cni` works with no eBPF and no API server",
     ),
     ("agent/src/bpf/", &["crate::cni", "crate::pods", "kube::"], "`bpf` works with no Kubernetes"),
@@ -53,8 +55,9 @@ pub fn check_repository() -> Result<Vec<String>> {
 fn check(file: &str, text: &str) -> Vec<String> {
     let mut breaches = Vec::new();
     let lines = text.lines().count();
-    if lines > MAX_LINES {
-        breaches.push(format!("{file}: {lines} lines; split it (at most {MAX_LINES})"));
+    let most = if file.contains("/tests/") { MAX_TEST_LINES } else { MAX_LINES };
+    if lines > most {
+        breaches.push(format!("{file}: {lines} lines; split it (at most {most})"));
     }
     for (number, line) in text.lines().enumerate() {
         let code = code_of(line);

@@ -136,7 +136,7 @@ impl PinDir {
         let mut links = Vec::new();
         for entry in fs::read_dir(&self.versioned)? {
             let entry = entry?;
-            if entry.file_name().to_string_lossy().starts_with("link_") {
+            if is_link(&entry.path()) {
                 links.push(entry.path());
             }
         }
@@ -214,10 +214,14 @@ impl PinDir {
             let mut pins: Vec<PathBuf> =
                 fs::read_dir(&version).map_err(fail(&version))?.flatten().map(|entry| entry.path()).collect();
             // Links first: a program without its maps must never run.
-            pins.sort_by_key(|path| {
-                !path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("link_"))
-            });
+            pins.sort_by_key(|pin| !is_link(pin));
             for pin in &pins {
+                if is_link(pin)
+                    && let Ok(link) = raw::open_pin(pin)
+                {
+                    // So that it holds when we say so. Those of tracepoints cannot, and go with their pins.
+                    let _ = raw::detach_link(link.as_fd());
+                }
                 fs::remove_file(pin).map_err(fail(pin))?;
                 removed += 1;
             }
@@ -225,6 +229,10 @@ impl PinDir {
         }
         Ok(removed)
     }
+}
+
+fn is_link(pin: &Path) -> bool {
+    pin.file_name().is_some_and(|name| name.to_string_lossy().starts_with("link_"))
 }
 
 /// `v` and a number: a directory that some nobypass made.

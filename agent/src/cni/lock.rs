@@ -68,16 +68,19 @@ impl Claim {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = File::from(rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o644))?);
         let written = (|| {
-            rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
             writeln!(&file, "{generation}")?;
+            // A descriptor that can write would keep the file system from being remounted read-only.
+            let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let mark = rustix::fs::openat(dir, &temp, flags, Mode::empty())?;
+            rustix::fs::flock(&mark, FlockOperation::NonBlockingLockExclusive)?;
             rustix::fs::renameat(dir, &temp, dir, MARK)?;
-            Ok(())
+            Ok(mark)
         })();
         if written.is_err() {
             // What cannot be removed now is removed at the next start.
             let _ = rustix::fs::unlinkat(dir, &temp, AtFlags::empty());
         }
-        written.map(|()| Self { dir: Arc::clone(dir), mark: file.into(), generation })
+        written.map(|mark| Self { dir: Arc::clone(dir), mark, generation })
     }
 
     /// The number.

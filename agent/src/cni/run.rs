@@ -7,12 +7,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 use super::binaries::{Installed, VERSION_TIMEOUT};
 use super::guard::{self, Guard, Want};
 use super::install::{Contract, ContractError, Part, Prepared, Verdict, prepare};
 use super::kubeconfig::KubeconfigState;
 use super::metrics::Metrics;
+use super::runtime::{self, follow};
 use super::uninstall::{self, Removal, Which, uninstall};
 
 /// The binaries are looked at this often; nothing is read as long as their inodes are the same.
@@ -36,6 +38,17 @@ pub enum Mode {
     },
 }
 
+/// All that the half is told.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The directory and how it is guarded.
+    pub guard: guard::Config,
+    /// nobypass's part in it.
+    pub mode: Mode,
+    /// How to learn what the container runtime has loaded.
+    pub runtime: runtime::Options,
+}
+
 /// Why it ended.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
@@ -52,28 +65,43 @@ pub enum RunError {
 
 /// Runs until `stop` turns true or its sender is gone. Configs stay as they are unless cleaning up was asked for.
 pub async fn run(
-    config: guard::Config,
-    mode: Mode,
+    settings: Settings,
     metrics: Metrics,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), RunError> {
+    let Settings { guard: config, mode, runtime } = settings;
     match mode {
         Mode::Guard(want) => {
-            let guard = Guard::start(config, want, metrics).map_err(RunError::Start)?;
+            let (guard, verifier) = start(config, want, runtime, metrics)?;
             let ended = until_end(&guard, &mut stop).await;
+            drop(verifier);
             end(guard).await;
             ended
         }
         Mode::Install { contract, cleanup } => {
             let prepared = prepare(&contract, VERSION_TIMEOUT).await?;
             let removal = cleanup.then(|| removal(&config, &contract, &prepared));
-            install(config, *contract, prepared, metrics, stop).await?;
+            install(config, runtime, *contract, prepared, metrics, stop).await?;
             if let Some(removal) = removal {
                 clean_up(&removal).await;
             }
             Ok(())
         }
     }
+}
+
+/// Starts a guard that counts as protected only what the runtime has loaded, and who asks it; dropped, nobody does.
+fn start(
+    config: guard::Config,
+    want: Want,
+    runtime: runtime::Options,
+    metrics: Metrics,
+) -> Result<(Guard, JoinSet<()>), RunError> {
+    let config = guard::Config { verify: true, ..config };
+    let guard = Guard::start(config, want, metrics).map_err(RunError::Start)?;
+    let mut verifier = JoinSet::new();
+    verifier.spawn(follow(runtime, guard.summary(), guard.runtime()));
+    Ok((guard, verifier))
 }
 
 /// Waits for the stop, or for a guard that ends by itself.
@@ -97,6 +125,7 @@ async fn until_end(guard: &Guard, stop: &mut watch::Receiver<bool>) -> Result<()
 /// Install mode: keeps binary, kubeconfig and entry, in this order.
 async fn install(
     config: guard::Config,
+    runtime: runtime::Options,
     contract: Contract,
     prepared: Prepared,
     metrics: Metrics,
@@ -110,11 +139,12 @@ async fn install(
         Part::Old(why) | Part::Missing(why) => KubeconfigState::Stale(why.clone()),
     });
     let follower = tokio::spawn(spec.follow(state, stop.clone()));
-    let guard = Guard::start(config, want(&prepared), metrics).map_err(RunError::Start)?;
+    let (guard, verifier) = start(config, want(&prepared), runtime, metrics)?;
     let ended = tokio::select! {
         ended = until_end(&guard, &mut stop) => ended,
         () = keep(&contract, prepared, &path, &guard, &mut fresh) => Ok(()),
     };
+    drop(verifier);
     end(guard).await;
     follower.abort();
     ended

@@ -295,7 +295,7 @@ mod tests {
         let seen = until(&rx, &name("a.conflist"));
         assert!(seen.len() <= 3, "{seen:?}");
         let held = fs::OpenOptions::new().write(true).open(at("a.conflist")).unwrap();
-        std::io::Write::write_all(&mut &held, b"y").unwrap();
+        io::Write::write_all(&mut &held, b"y").unwrap();
         until(&rx, &Change::Writing("a.conflist".into()));
         fs::rename(at("a.conflist"), at("b.conflist")).unwrap();
         until(&rx, &name("b.conflist"));

@@ -16,6 +16,7 @@ const BPF_PROG_GET_FD_BY_ID: libc::c_int = 13;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_PROG_QUERY: libc::c_int = 16;
 const BPF_LINK_UPDATE: libc::c_int = 29;
+const BPF_LINK_DETACH: libc::c_int = 34;
 
 /// `BPF_F_QUERY_EFFECTIVE`.
 const QUERY_EFFECTIVE: u32 = 1;
@@ -109,6 +110,19 @@ pub fn update_link(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<
         old_prog_fd: 0,
     };
     bpf(BPF_LINK_UPDATE, &mut attr).map(drop)
+}
+
+/// Detaches a cgroup link at once; it lives on, attached to nothing. Without this, a link whose last reference goes is
+/// detached by a kernel worker, some time later.
+///
+/// # Errors
+/// `EOPNOTSUPP` for a link that cannot be detached; others as bpf(2) says.
+pub fn detach_link(link: BorrowedFd<'_>) -> io::Result<()> {
+    #[repr(C)]
+    struct Attr {
+        link_fd: u32,
+    }
+    bpf(BPF_LINK_DETACH, &mut Attr { link_fd: link.as_raw_fd().unsigned_abs() }).map(drop)
 }
 
 /// Reads a cgroup link; `None` if it is of another kind.

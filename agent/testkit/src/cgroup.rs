@@ -150,6 +150,20 @@ pub struct Cgroup {
     path: PathBuf,
 }
 
+/// This process is in a scratch cgroup. Dropping it moves it back where it was.
+#[derive(Debug)]
+pub struct Entered {
+    home: PathBuf,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(self.home.join("cgroup.procs"), "0") {
+            report(&anyhow::Error::new(error).context(format!("cannot go back to {}", self.home.display())));
+        }
+    }
+}
+
 /// A pod's cgroup.
 #[derive(Clone, Debug)]
 pub struct Pod {
@@ -200,6 +214,15 @@ impl Cgroup {
     pub fn add(&self, pid: u32) -> Result<()> {
         fs::write(self.path.join("cgroup.procs"), pid.to_string())
             .with_context(|| format!("cannot move process {pid} to {}", self.path.display()))
+    }
+
+    /// Moves this process in, all its threads, until the guard is dropped.
+    pub fn enter(&self) -> Result<Entered> {
+        let text = fs::read_to_string("/proc/self/cgroup").context("cannot read /proc/self/cgroup")?;
+        let home = text.lines().find_map(|line| line.strip_prefix("0::/")).context("no cgroup2 hierarchy")?;
+        let home = v2_root()?.join(home);
+        self.add(std::process::id())?;
+        Ok(Entered { home })
     }
 
     /// `cgroup.procs` open for writing, for a child that moves itself.

@@ -1,7 +1,12 @@
 //! Every kind of traffic against every way of redirecting and every mode: what the pod's counters say, what the
 //! application saw, and what reached the outside. Then each policy on its own.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "the helpers of a test may panic as the test may"
+)]
 
 #[path = "../support"]
 mod support {

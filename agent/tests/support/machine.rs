@@ -1,40 +1,40 @@
-//! A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
+//! A machine to run an agent on, in kernel tests.
 
-use std::path::Path;
+use std::fs::{self, File};
+use std::os::fd::AsFd as _;
 use std::process::Command;
 
 use nobypass::bpf::Maps;
 use nobypass::bpf::pins::PinDir;
+use nobypass::sys::bpf::{AttachType, attached, program_name};
 use nobypass_testkit::cgroup::Scratch;
 
-use super::agent::{BIN, Launch};
+use super::agent::{Agent, BIN, Ended, Launch, run};
 use super::mounts::Mounts;
 
-/// Where the pins are, inside the machine's mounts.
 pub const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
+pub const HOOKS: [AttachType; 4] =
+    [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
+pub const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
+/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
+pub const PINS: usize = 21;
 
-/// See the module.
+/// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
 pub struct Machine {
-    /// Its mounts.
     pub mounts: Mounts,
-    /// Its pods' cgroups.
     pub scratch: Scratch,
-    /// For socket and log.
     pub home: tempfile::TempDir,
 }
 
 impl Machine {
-    /// With bpffs and tracefs.
     pub fn new() -> Self {
         Self::with(Mounts::new())
     }
 
-    /// With other mounts.
     pub fn with(mounts: Mounts) -> Self {
         Self { mounts, scratch: Scratch::new().unwrap(), home: tempfile::tempdir().unwrap() }
     }
 
-    /// An agent without a container runtime and without a metrics port.
     pub fn launch(&self) -> Launch {
         self.launch_by(self.mounts.command(BIN))
     }
@@ -46,7 +46,6 @@ impl Machine {
         self.launch_by(command)
     }
 
-    /// By a command that is the binary, or runs it.
     pub fn launch_by(&self, command: Command) -> Launch {
         let runtime = self.home.path().join("no-runtime.sock").display().to_string();
         let kubepods = self.scratch.kubepods().display().to_string();
@@ -54,8 +53,66 @@ impl Machine {
         Launch::new(command, self.home.path()).args(args)
     }
 
+    /// As [`Machine::launch`] without `--pod-parent` and the other defaults.
+    pub fn launch_bare(&self) -> Launch {
+        Launch::new(self.mounts.command(BIN), self.home.path()).args(["--metrics-addr", "none"])
+    }
+
+    pub fn nobypass(&self, args: &[&str]) -> Ended {
+        let mut command = self.mounts.command(BIN);
+        command.args(args);
+        run(command)
+    }
+
+    pub fn cleanup(&self) -> Ended {
+        self.nobypass(&["cleanup"])
+    }
+
     /// The pinned maps, seen from outside the machine's mounts.
     pub fn maps(&self) -> Maps {
-        Maps::open(&PinDir::new(&self.mounts.see(Path::new(BPF_DIR)))).unwrap()
+        Maps::open(&PinDir::new(&self.mounts.see(BPF_DIR))).unwrap()
     }
+
+    /// Names of the programs attached to the pods' parent and to the directory that holds it.
+    pub fn programs(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        for dir in [self.scratch.top(), &self.scratch.kubepods()] {
+            let cgroup = File::open(dir).unwrap();
+            for hook in HOOKS {
+                let programs = attached(cgroup.as_fd(), hook, false).unwrap().programs;
+                found.extend(programs.into_iter().map(|id| program_name(id).unwrap()));
+            }
+        }
+        found
+    }
+
+    pub fn nothing_is_left(&self) {
+        assert_eq!(self.mounts.pins(), [""; 0]);
+        assert_eq!(self.programs(), [""; 0]);
+        let inside: Vec<_> = fs::read_dir(self.scratch.kubepods()).unwrap().flatten().collect();
+        assert!(inside.iter().all(|entry| !entry.file_type().unwrap().is_dir()), "{inside:?}");
+    }
+
+    pub fn all_is_attached(&self) {
+        let pins = self.mounts.pins();
+        assert_eq!(pins.len(), PINS, "{pins:?}");
+        assert_eq!(self.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
+    }
+}
+
+pub fn says(ended: &Ended, code: i32, words: &[&str]) {
+    assert_eq!(ended.code, Some(code), "{}", ended.err);
+    assert!(ended.last().starts_with("nobypass: "), "{}", ended.err);
+    for word in words {
+        assert!(ended.last().contains(word), "should say {word:?}: {}", ended.err);
+    }
+}
+
+pub fn hook<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Value {
+    let hooks = status["hooks"].as_array().unwrap();
+    hooks.iter().find(|hook| hook["hook"] == name).unwrap_or_else(|| panic!("no hook {name} in {status}"))
+}
+
+pub fn sees_pod(agent: &Agent, id: u64) -> bool {
+    agent.status()["pods"].as_array().unwrap().iter().any(|pod| pod["cgroup"] == id)
 }

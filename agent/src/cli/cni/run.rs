@@ -15,7 +15,9 @@ use crate::cni::guard::{Config, Want};
 use crate::cni::install::{Contract, Template};
 use crate::cni::metrics::Metrics;
 use crate::cni::plan::Options;
-use crate::cni::run::{self as half, RunError};
+use crate::cni::run::{self as half, RunError, Settings};
+use crate::cni::runtime::{self, equipped::Places};
+use crate::pods::source::cri::endpoint;
 
 /// What the CNI half is told, alone and in the agent.
 #[derive(Debug, clap::Args)]
@@ -48,14 +50,18 @@ pub struct HalfArgs {
 pub struct Run {
     #[command(flatten)]
     half: HalfArgs,
+    /// The container runtime's socket: the node counts as protected once the runtime has loaded the entry [default: the
+    /// first usual one whose runtime reads this directory]
+    #[arg(long, env = "NOBYPASS_CRI_ENDPOINT", value_name = "SOCKET")]
+    cri_endpoint: Option<String>,
     /// What to log: a level, or a tracing filter
     #[arg(long, value_name = "FILTER", env = "NOBYPASS_LOG", default_value = "info")]
     log: String,
 }
 
 impl HalfArgs {
-    /// How to run it, `None` if it is off.
-    pub fn settings(&self) -> Result<Option<(Config, half::Mode)>, Failure> {
+    /// How to run it, `None` if it is off. The runtime's socket is still to be named.
+    pub fn settings(&self) -> Result<Option<Settings>, Failure> {
         if self.cni_mode == Mode::Off {
             return Ok(None);
         }
@@ -68,22 +74,27 @@ impl HalfArgs {
         if let Some(entry) = &self.which.cni_entry {
             contract.template = Some(Template::File(entry.clone()));
         }
+        let places = Places { dir: dir.clone(), host: host.clone(), bin_dir: contract.mounted_bin_dir() };
+        let runtime = runtime::Options { endpoint: None, host_root: "/".into(), places };
         let mode = mode(self, contract)?;
-        let config = Config {
+        let guard = Config {
             host,
             options: Options { convert: !self.cni_keep_conf, clean_meta: self.cni_mode == Mode::Install },
             runtime: self.cni_runtime.into(),
             ..Config::new(dir)
         };
-        Ok(Some((config, mode)))
+        Ok(Some(Settings { guard, mode, runtime }))
     }
 }
 
 /// Runs it.
 pub fn run(args: &Run) -> Result<Exit, Failure> {
-    let Some((config, mode)) = args.half.settings()? else {
+    let Some(mut settings) = args.half.settings()? else {
         return Ok(print("nothing to do: the CNI half is off\n"));
     };
+    let endpoint = args.cri_endpoint.as_deref().map(endpoint::parse).transpose();
+    settings.runtime.endpoint =
+        endpoint.map_err(|error| (Exit::Usage, format!("--cri-endpoint: {error}")))?;
     let filter = EnvFilter::try_new(&args.log).map_err(|error| (Exit::Usage, format!("--log: {error}")))?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -92,10 +103,10 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
         .init();
     let failed = |error: std::io::Error| (Exit::Failed, format!("cannot start: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    tracing::info!(dir = %config.dir.display(), mode = ?args.half.cni_mode, runtime = ?args.half.cni_runtime, "keeping the CNI directory");
+    tracing::info!(dir = %settings.guard.dir.display(), mode = ?args.half.cni_mode, runtime = ?args.half.cni_runtime, "keeping the CNI directory");
     let ended = runtime.block_on(async {
         let stop = stop().map_err(RunError::Start)?;
-        half::run(config, mode, Metrics::default(), stop).await
+        half::run(settings, Metrics::default(), stop).await
     });
     match ended {
         Ok(()) => Ok(Exit::Ok),

@@ -1,5 +1,7 @@
 //! The guard's loop: collects changes, decides when to look at which file, and keeps the books.
 
+mod say;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
@@ -9,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use super::super::discover::Look;
 use super::super::fight::{Bucket, Fights};
 use super::super::lock::{Claim, DirLock, Standing};
 use super::super::metrics::Metrics;
@@ -19,7 +20,7 @@ use super::super::watch::{Armed, Change, Watch, WatchError};
 use super::super::window::{Protection, Window};
 use super::files::Files;
 use super::want::{Planner, Want};
-use super::{Config, Signal, Snapshot, Summary, Watching};
+use super::{Config, Signal, Summary, Watching};
 
 /// When to try again while another agent writes to the directory.
 const LOCKED: Duration = Duration::from_millis(2);
@@ -66,6 +67,8 @@ pub(super) struct Engine {
     /// Whether the newer agent is still there is looked at in the next pass.
     recheck: bool,
     not_before: Instant,
+    /// Descriptors ran out.
+    pub crowded: bool,
     next_scan: Instant,
     next_look: Instant,
 }
@@ -102,6 +105,7 @@ impl Engine {
             fresh: false,
             recheck: false,
             not_before: now,
+            crowded: false,
             next_scan: now,
             next_look: now,
         }
@@ -293,6 +297,9 @@ impl Engine {
     fn adopt(&mut self, dir: OwnedFd) {
         let mut swapper = Swapper::new(dir, vec![self.config.dir.clone(), self.config.host.clone()]);
         swapper.set_grace(self.config.grace);
+        if let Err(error) = swapper.sync_in_background() {
+            tracing::debug!(%error, "no thread for waiting for the disk; patches wait themselves");
+        }
         if let Some(seam) = self.config.seam.clone() {
             swapper.set_seam(Box::new(move |step| seam.before(step)));
         }
@@ -412,52 +419,9 @@ impl Engine {
     pub fn was_unprotected(&mut self, name: &OsStr, since: Instant) {
         if self.summary.active.as_deref().is_none_or(|active| name <= active) {
             self.window.set(Protection::Unprotected, since);
+            // Even if the bytes are those of before: the runtime may have loaded what was there in between.
+            self.summary.version += 1;
         }
-    }
-
-    /// Says what pods get now, and counts the time in which that is not the plugin.
-    fn evaluate(&mut self, now: Instant) {
-        let look = self.planner.wanted().map(Look::For);
-        let (files, active) = match self.swapper {
-            Some(_) => self.files.protection(self.config.runtime, look),
-            None => (Protection::NoNetwork, None),
-        };
-        let content = active.as_ref().and_then(|name| self.files.bytes(name)).cloned();
-        let before = &self.summary;
-        let version = before.version + u64::from(before.active != active || before.content != content);
-        let protection = match files {
-            Protection::Protected if self.config.verify && self.loaded != Some(version) => {
-                Protection::Unprotected
-            }
-            files => files,
-        };
-        self.window.set(protection, now);
-        self.metrics.protected.set(i64::from(protection == Protection::Protected));
-        self.metrics.windows.inc_by(self.window.count().saturating_sub(self.metrics.windows.get()));
-        let total = self.window.total(now);
-        self.metrics.unprotected.inc_by((total - self.unprotected).as_secs_f64());
-        self.unprotected = total;
-        self.metrics.fights.set(i64::try_from(self.fights.going_on(now).count()).unwrap_or(i64::MAX));
-        let wanted = self.planner.wanted().cloned();
-        let watching = self.summary.watching.clone();
-        let summary = Summary { files, protection, watching, active, content, version, wanted };
-        if summary.protection != self.summary.protection {
-            let file = summary.active.as_ref().map(|name| name.to_string_lossy());
-            let state = summary.protection.label();
-            tracing::info!(
-                state,
-                file = file.as_deref().unwrap_or_default(),
-                "protection of new pods changed"
-            );
-        }
-        self.summary = summary;
-        self.publish.send_if_modified(|published| {
-            let changed = *published != self.summary;
-            if changed {
-                published.clone_from(&self.summary);
-            }
-            changed
-        });
     }
 
     fn next_wake(&self) -> Instant {
@@ -479,27 +443,5 @@ impl Engine {
             next = next.min(now + Duration::from_secs(1));
         }
         next.max(self.not_before)
-    }
-
-    fn snapshot(&mut self) -> Snapshot {
-        let now = Instant::now();
-        self.evaluate(now);
-        let undone = |name: &OsStr| {
-            self.fights.going_on(now).find(|(file, _)| *file == name).map(|(_, reverts)| reverts)
-        };
-        Snapshot {
-            dir: self.config.dir.to_string_lossy().into_owned(),
-            watching: self.summary.watching.clone(),
-            generation: self.claim.as_ref().map_or(0, Claim::generation),
-            superseded_by: self.superseded_by,
-            plugin: self.planner.wanted().map(|entry| entry.plugin().to_owned()),
-            protection: self.summary.protection.label(),
-            seconds: now.saturating_duration_since(self.window.since()).as_secs(),
-            active: self.summary.active.as_ref().map(|name| name.to_string_lossy().into_owned()),
-            unprotected_seconds: self.window.total(now).as_secs_f64(),
-            files: self.files.reports(now, undone),
-            exchange: self.swapper.as_ref().is_none_or(Swapper::exchanges),
-            displaced: self.swapper.as_ref().map_or(0, Swapper::kept),
-        }
     }
 }

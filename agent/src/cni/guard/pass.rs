@@ -12,6 +12,8 @@ use super::files::Judged;
 
 /// When to look again at a file that could not be read or written.
 const RETRY: Duration = Duration::from_secs(5);
+/// When to try again after displaced files were closed early, for want of descriptors.
+const CROWDED: Duration = Duration::from_millis(100);
 /// When to look again at a file that others change faster than it can be patched.
 const CONTENDED: Duration = Duration::from_millis(5);
 
@@ -64,8 +66,12 @@ impl Engine {
         for ((name, dirty), (outcome, at)) in due.iter().zip(outcomes) {
             self.note_outcome(&swapper, name, outcome, Some(dirty.noticed), at);
         }
-        self.note_links(&swapper, &names);
+        if std::mem::take(&mut self.crowded) {
+            let planner = &mut self.planner;
+            swapper.settle_all(&mut |kind, bytes| planner.plan(kind, bytes), &mut |_, _| {});
+        }
         self.swapper = Some(swapper);
+        self.note_links(&names);
     }
 
     /// What in-place writers wrote to displaced files.
@@ -142,8 +148,10 @@ impl Engine {
                 };
                 self.metrics.count("failed");
                 tracing::debug!(%error, "cannot patch a CNI config");
+                let retry = if refusal == Refusal::NoFiles { CROWDED } else { RETRY };
+                self.crowded |= refusal == Refusal::NoFiles;
                 self.note_refusal(swapper, name, refusal, at);
-                self.mark_dirty(name.to_owned(), at + RETRY, at, false);
+                self.mark_dirty(name.to_owned(), at + retry, at, false);
             }
         }
     }
@@ -179,6 +187,7 @@ impl Engine {
         }
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "it is kept in some of its ways on")]
     fn note_refusal(&mut self, swapper: &Swapper, name: &OsStr, refusal: Refusal, at: Instant) {
         // These say nothing about the bytes, which a runtime may well load.
         let loadable = matches!(
@@ -206,7 +215,8 @@ impl Engine {
     }
 
     /// Keeps the list of links up to date.
-    fn note_links(&mut self, swapper: &Swapper, names: &[OsString]) {
+    fn note_links(&mut self, names: &[OsString]) {
+        let Some(swapper) = &self.swapper else { return };
         let before = self.files.links.clone();
         self.files.links.retain(|link| !names.contains(link));
         self.files.links.extend(names.iter().filter(|name| swapper.is_link(name)).cloned());
@@ -219,6 +229,7 @@ impl Engine {
     /// Before the end: removes displaced files that nobody has open.
     pub fn finish(mut self) {
         let Some(mut swapper) = self.swapper.take() else { return };
+        swapper.finish_sync();
         let planner = &mut self.planner;
         swapper.settle_all(&mut |kind, bytes| planner.plan(kind, bytes), &mut |name, outcome| {
             tracing::debug!(file = %name.display(), ?outcome, "settled at the end");

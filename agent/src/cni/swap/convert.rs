@@ -3,6 +3,8 @@
 
 use std::ffi::{OsStr, OsString};
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use rustix::fs::{AtFlags, RenameFlags};
 use rustix::io::Errno;
@@ -55,7 +57,8 @@ impl Swapper {
             }
             match self.move_aside(name, &found)? {
                 Moved::Done => {
-                    self.sync_dir(&self.dir);
+                    self.to_sync.push((Arc::clone(&self.dir), None));
+                    self.make_durable();
                     let converted = Converted { list, bytes, aside: aside_name(name), from: found.bytes };
                     self.converted.insert(name.to_owned(), converted.clone());
                     return Ok(Outcome::Converted(converted));
@@ -154,7 +157,12 @@ impl Swapper {
         }
     }
 
-    fn place_new(&self, list: &OsStr, bytes: &Bytes, like: &Version) -> Result<Option<Outcome>, SwapError> {
+    fn place_new(
+        &mut self,
+        list: &OsStr,
+        bytes: &Bytes,
+        like: &Version,
+    ) -> Result<Option<Outcome>, SwapError> {
         let target = self.target(list);
         let put = self.create_synced(&target, bytes, like, b"")?;
         let placed = self.step(Step::Place, list).and_then(|()| {
@@ -169,7 +177,10 @@ impl Swapper {
             .map_err(|error| SwapError::io(Step::Place, list, error.into()))
         });
         match placed {
-            Ok(()) => Ok(None),
+            Ok(()) => {
+                self.to_sync.push((Arc::clone(&self.dir), put.version.file));
+                Ok(None)
+            }
             Err(error) => {
                 self.unlink(&self.dir, &put.name);
                 match &error {

@@ -1,12 +1,14 @@
 //! Puts a new version in place and looks at what came out, until that is what was expected.
 
 use std::ffi::{OsStr, OsString};
+use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use rustix::fs::{AtFlags, RenameFlags};
 use rustix::io::Errno;
 
-use super::file::{Found, Target, Version};
+use super::file::{Found, Stamp, Target, Version};
 use super::grace::Displaced;
 use super::name::{self, Hidden};
 use super::temp::Put;
@@ -42,6 +44,8 @@ struct Turn {
     /// The answer if `put` gets into place and nobody was in between.
     outcome: Result<Outcome, SwapError>,
     writes: u32,
+    /// Of the bytes that `put` was made from; `None` as long as those are the bytes of `expect`.
+    stamp: Option<Stamp>,
 }
 
 impl Swapper {
@@ -57,7 +61,7 @@ impl Swapper {
         let from = pending.as_ref().map_or(&expect.bytes, |(_, version)| &version.bytes).clone();
         let patched = Patched { bytes, from, writes: 0, exchanged: true };
         let outcome = Ok(Outcome::Patched(patched));
-        self.exchange_as(Turn { target, kind, put, expect, pending, outcome, writes: 0 }, plan)
+        self.exchange_as(Turn { target, kind, put, expect, pending, outcome, writes: 0, stamp: None }, plan)
     }
 
     /// Puts another writer's version back that came out earlier, without changing it.
@@ -68,12 +72,18 @@ impl Swapper {
         plan: &mut super::Planner<'_>,
     ) -> Result<Outcome, SwapError> {
         let Patch { target, kind, put, expect, pending } = patch;
-        let turn = Turn { target, kind, put, expect, pending, outcome: Ok(outcome), writes: 0 };
+        let stamp = Some(put.version.stamp());
+        let turn = Turn { target, kind, put, expect, pending, outcome: Ok(outcome), writes: 0, stamp };
         self.exchange_as(turn, plan)
     }
 
     fn exchange_as(&mut self, mut turn: Turn, plan: &mut super::Planner<'_>) -> Result<Outcome, SwapError> {
         for _ in 0..MAX_ROUNDS {
+            if !turn.put.ours && !self.is_untouched(&turn.target, &turn.expect) {
+                // Its owner has something newer there, which must not be hidden for even a moment by what goes back.
+                self.unlink(&turn.target.dir, &turn.put.name);
+                return turn.outcome.map(|_| Outcome::Changed);
+            }
             let out = match self.swap_in(&turn.target, &turn.put, &turn.expect) {
                 Ok(Swapped::Out(out)) => Some(out),
                 Ok(Swapped::NotKept) => None,
@@ -89,7 +99,10 @@ impl Swapper {
             let Some(out) = out else { return self.done(turn, None) };
             match self.inspect(&turn.target, &out, &turn.expect) {
                 Ok(None) => return self.done(turn, Some(out)),
-                Ok(Some(found)) => turn = self.answer(turn, found, out, plan),
+                Ok(Some(found)) => match self.answer(turn, found, out, plan) {
+                    ControlFlow::Continue(next) => turn = next,
+                    ControlFlow::Break(outcome) => return outcome,
+                },
                 Err(error) => return Err(self.undo(&turn.target, &turn.put, &out, error)),
             }
         }
@@ -98,36 +111,108 @@ impl Swapper {
         Err(SwapError::Contended { name, rounds: MAX_ROUNDS })
     }
 
-    /// Another writer's version came out: decides what goes in instead of ours.
-    fn answer(&mut self, turn: Turn, found: Found, out: OsString, plan: &mut super::Planner<'_>) -> Turn {
-        let Turn { target, kind, put, writes, .. } = turn;
-        let expect = put.version;
+    /// Another writer's version came out: decides what goes in instead of ours. An outcome means that it may stay.
+    fn answer(
+        &mut self,
+        mut turn: Turn,
+        found: Found,
+        out: OsString,
+        plan: &mut super::Planner<'_>,
+    ) -> ControlFlow<Result<Outcome, SwapError>, Turn> {
+        if !matches!(&found, Found::File(version) if version.same_inode(&turn.expect.stat)) {
+            self.supersede(&turn);
+        }
+        if !turn.put.ours {
+            // What went back was older than this, which was hidden by it for these microseconds.
+            if let Ok(Ok(bytes)) = turn.put.version.read_again() {
+                turn.put.version.bytes = bytes;
+            }
+            let version = match found {
+                Found::File(version) => version,
+                Found::Other(stat, _) | Found::Link(stat) => Version::opaque(&turn.target.dir, &out, stat),
+                Found::Nothing => Version::opaque(&turn.target.dir, &out, turn.put.version.stat),
+            };
+            return ControlFlow::Continue(self.back(turn, out, version, Ok(Outcome::Changed)));
+        }
         let (version, outcome) = match found {
-            Found::File(version) => match plan(kind, &version.bytes) {
-                Plan::Write(bytes) => match self.create_synced(&target, &bytes, &version, &expect.bytes) {
-                    Ok(put) => {
-                        let from = version.bytes.clone();
-                        let patched = Patched { bytes, from, writes: 0, exchanged: true };
-                        let outcome = Ok(Outcome::Patched(patched));
-                        let pending = Some((out, version));
-                        return Turn { target, kind, put, expect, pending, outcome, writes };
-                    }
-                    Err(error) => (version, Err(error)),
-                },
-                Plan::Leave(leave) => {
+            Found::File(version) => match plan(turn.kind, &version.bytes) {
+                Plan::Write(bytes) => return ControlFlow::Continue(self.go_on(turn, out, version, bytes)),
+                // A copy, since whoever still writes to the original may be older than what came after it.
+                Plan::Leave(_) => {
                     let bytes = version.bytes.clone();
-                    (version, Ok(Outcome::Left(leave, bytes)))
+                    return ControlFlow::Continue(self.go_on(turn, out, version, bytes));
                 }
-                Plan::Refuse(refusal) => (version, Ok(Outcome::Refused(refusal))),
+                Plan::Refuse(refusal) => match self.has_finished(&version, &turn.target.name) {
+                    // Like this on purpose.
+                    true => (version, Ok(Outcome::Refused(refusal))),
+                    // In the middle of it. Until then the version made from the older bytes is a whole one.
+                    false => return ControlFlow::Break(self.wait_for_writer(turn, out, version)),
+                },
                 Plan::Convert(_) => (version, Ok(Outcome::Changed)),
             },
-            Found::Other(stat, refusal) => (Version::opaque(stat), Ok(Outcome::Refused(refusal))),
+            Found::Other(stat, refusal) => {
+                (Version::opaque(&turn.target.dir, &out, stat), Ok(Outcome::Refused(refusal)))
+            }
             // A symbolic link took the name: it goes back, and the file behind it is looked at next.
-            Found::Link(stat) => (Version::opaque(stat), Ok(Outcome::Changed)),
-            Found::Nothing => (Version::opaque(expect.stat), Ok(Outcome::Changed)),
+            Found::Link(stat) => (Version::opaque(&turn.target.dir, &out, stat), Ok(Outcome::Changed)),
+            Found::Nothing => {
+                (Version::opaque(&turn.target.dir, &out, turn.put.version.stat), Ok(Outcome::Changed))
+            }
         };
+        ControlFlow::Continue(self.back(turn, out, version, outcome))
+    }
+
+    /// Another file had taken the name before `put` did. What older files of that name hold, and what late writers
+    /// still put into them, has no meaning any more.
+    fn supersede(&mut self, turn: &Turn) {
+        let (old, kept) = std::mem::take(&mut self.displaced)
+            .into_iter()
+            .partition(|displaced: &Displaced| displaced.successor.same_inode(&turn.put.version.stat));
+        self.displaced = kept;
+        for displaced in old {
+            self.unlink(&displaced.target.dir, &displaced.name);
+        }
+    }
+
+    /// The next version is made from what came out.
+    fn go_on(&mut self, turn: Turn, out: OsString, version: Version, bytes: Bytes) -> Turn {
+        match self.create_synced(&turn.target, &bytes, &version, &turn.put.version.bytes) {
+            Ok(put) => {
+                let from = version.bytes.clone();
+                let outcome = Ok(Outcome::Patched(Patched { bytes, from, writes: 0, exchanged: true }));
+                let pending = Some((out, version));
+                Turn { put, expect: turn.put.version, pending, outcome, ..turn }
+            }
+            Err(error) => self.back(turn, out, version, Err(error)),
+        }
+    }
+
+    /// What came out goes back as it is.
+    fn back(
+        &mut self,
+        turn: Turn,
+        out: OsString,
+        mut version: Version,
+        outcome: Result<Outcome, SwapError>,
+    ) -> Turn {
+        let stamp = Some(self.stamp(&mut version));
         let put = Put { name: out, version, ours: false, unsynced: None };
-        Turn { target, kind, put, expect, pending: None, outcome, writes }
+        Turn { put, expect: turn.put.version, pending: None, outcome, stamp, ..turn }
+    }
+
+    /// What came out is kept until its writer has finished, and merged then.
+    fn wait_for_writer(
+        &mut self,
+        turn: Turn,
+        out: OsString,
+        mut version: Version,
+    ) -> Result<Outcome, SwapError> {
+        self.stamp(&mut version);
+        self.relink(&version, &turn.put.version, Stamp::default());
+        let Turn { target, kind, put, outcome, writes, .. } = turn;
+        let unmerged = Displaced::unmerged(target, kind, out, version, put.version, self.grace);
+        self.displaced.push(unmerged.until(self.batch()));
+        counted(outcome, writes, self.exchange)
     }
 
     pub(super) fn create_synced(
@@ -138,7 +223,7 @@ impl Swapper {
         expected: &[u8],
     ) -> Result<Put, SwapError> {
         let mut put = self.create(target, bytes, like, expected)?;
-        match self.sync(target, &mut put) {
+        match self.write_back(target, &mut put) {
             Ok(()) => Ok(put),
             Err(error) => {
                 self.unlink(&target.dir, &put.name);
@@ -147,27 +232,51 @@ impl Swapper {
         }
     }
 
+    /// Is this the file that has the name now?
+    pub(super) fn is_in_place(&self, target: &Target, version: &Version) -> bool {
+        rustix::fs::statat(&target.dir, &target.name, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| version.same_inode(&stat))
+    }
+
+    /// Does this file have the name now, with the bytes it was known to have?
+    fn is_untouched(&self, target: &Target, version: &Version) -> bool {
+        self.is_in_place(target, version)
+            && version.read_again().is_ok_and(|bytes| bytes.is_ok_and(|bytes| bytes == version.bytes))
+    }
+
     /// `put` is in place, so what it was made from is merged.
     fn placed(&mut self, turn: &mut Turn) {
-        if let Some((name, version)) = turn.pending.take() {
-            self.relink(&version, &turn.put.version);
-            self.keep(turn, name, version);
+        if turn.put.ours {
+            self.to_sync.push((Arc::clone(&turn.target.dir), turn.put.version.file.clone()));
+        }
+        if let Some((name, mut version)) = turn.pending.take() {
+            let stamp = self.stamp(&mut version);
+            turn.stamp = Some(stamp);
+            self.relink(&version, &turn.put.version, stamp);
+            self.keep(turn, name, version, stamp);
         }
     }
 
-    /// What came out is what was expected.
-    fn done(&mut self, turn: Turn, out: Option<OsString>) -> Result<Outcome, SwapError> {
-        self.relink(&turn.expect, &turn.put.version);
-        if let Some(out) = &out {
-            self.keep(&turn, out.clone(), turn.expect.clone());
+    /// The version's stamp, now that it is displaced.
+    fn stamp(&mut self, version: &mut Version) -> Stamp {
+        if version.seq == 0 {
+            self.seq += 1;
+            version.seq = self.seq;
         }
-        let exchanged = self.exchange && out.is_some();
-        turn.outcome.map(|outcome| match outcome {
-            Outcome::Patched(patched) => {
-                Outcome::Patched(Patched { writes: turn.writes, exchanged, ..patched })
-            }
-            other => other,
-        })
+        version.stamp()
+    }
+
+    /// What came out is what was expected.
+    #[expect(clippy::needless_pass_by_value, reason = "a turn ends here")]
+    fn done(&mut self, turn: Turn, out: Option<OsString>) -> Result<Outcome, SwapError> {
+        let mut old = turn.expect.clone();
+        let own = self.stamp(&mut old);
+        let stamp = turn.stamp.unwrap_or(own);
+        self.relink(&old, &turn.put.version, stamp);
+        if let Some(out) = &out {
+            self.keep(&turn, out.clone(), old, stamp);
+        }
+        counted(turn.outcome, turn.writes, self.exchange && out.is_some())
     }
 
     fn owner_deleted(&mut self, turn: &Turn) -> Outcome {
@@ -193,21 +302,24 @@ impl Swapper {
     }
 
     /// Keeps a displaced version, now replaced by `turn.put`, for the grace time.
-    fn keep(&mut self, turn: &Turn, name: OsString, old: Version) {
+    fn keep(&mut self, turn: &Turn, name: OsString, old: Version, stamp: Stamp) {
         let target = turn.target.clone();
         if old.file.is_none() {
             self.unlink(&target.dir, &name);
             return;
         }
         let new = turn.put.version.clone();
-        self.displaced.push(Displaced::new(target, turn.kind, name, old, new, self.grace));
+        let displaced = Displaced::new(target, turn.kind, name, old, new, self.grace);
+        self.displaced.push(displaced.until(self.batch()).since(stamp));
     }
 
-    /// `old` was replaced by `new`: whoever still writes to what `old` replaced is merged into `new` from now on.
-    fn relink(&mut self, old: &Version, new: &Version) {
+    /// `old` was replaced by `new`: whoever still writes to what `old` replaced is merged into `new` from now on,
+    /// unless it is older than `stamp`.
+    fn relink(&mut self, old: &Version, new: &Version, stamp: Stamp) {
         for displaced in &mut self.displaced {
             if displaced.successor.same_inode(&old.stat) {
                 displaced.successor = new.clone();
+                displaced.stamp = displaced.stamp.max(stamp);
             }
         }
     }
@@ -306,7 +418,10 @@ impl Swapper {
         match expect.read_again().map_err(at)? {
             Ok(bytes) if bytes == expect.bytes => Ok(None),
             // Written in place after it was read.
-            Ok(bytes) => Ok(Some(Found::File(Version { file: expect.file.clone(), stat, bytes }))),
+            Ok(bytes) => {
+                let file = expect.file.clone();
+                Ok(Some(Found::File(Version { file, pin: None, stat, bytes, seq: expect.seq })))
+            }
             Err(refusal) => Ok(Some(Found::Other(stat, refusal))),
         }
     }
@@ -335,4 +450,11 @@ impl Swapper {
         }
         error
     }
+}
+
+fn counted(outcome: Result<Outcome, SwapError>, writes: u32, exchanged: bool) -> Result<Outcome, SwapError> {
+    outcome.map(|outcome| match outcome {
+        Outcome::Patched(patched) => Outcome::Patched(Patched { writes, exchanged, ..patched }),
+        other => other,
+    })
 }

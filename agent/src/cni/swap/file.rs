@@ -33,14 +33,34 @@ pub(super) struct Target {
 pub(super) struct Version {
     /// Read-only; `None` for what is not a regular file.
     pub file: Option<Arc<OwnedFd>>,
+    /// Keeps the inode's number where there is no `file`.
+    #[expect(dead_code, reason = "only held")]
+    pub pin: Option<Arc<OwnedFd>>,
     pub stat: Stat,
     pub bytes: Bytes,
+    /// Greater for a version that was displaced later; 0 for one that never was.
+    pub seq: u64,
+}
+
+/// When bytes were written that a version was made from. Only late in-place writers of *different* files of one name
+/// need it: the later one counts. Among equal times (a kernel's clock tick) the file that was displaced later does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Stamp {
+    /// Change time of the inode, which unlike the modification time nobody can set.
+    pub time: (i64, i64),
+    pub seq: u64,
 }
 
 impl Version {
-    /// Something that is not read.
-    pub fn opaque(stat: Stat) -> Self {
-        Self { file: None, stat, bytes: Bytes::new() }
+    pub fn stamp(&self) -> Stamp {
+        Stamp { time: change_time(&self.stat), seq: self.seq }
+    }
+
+    /// Something under a hidden name that is not read.
+    pub fn opaque(dir: impl AsFd, hidden: &OsStr, stat: Stat) -> Self {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let pin = rustix::fs::openat(dir, hidden, flags, Mode::empty()).ok().map(Arc::new);
+        Self { file: None, pin, stat, bytes: Bytes::new(), seq: 0 }
     }
 
     pub fn same_inode(&self, stat: &Stat) -> bool {
@@ -106,7 +126,10 @@ impl Swapper {
         self.step(Step::Read, name)?;
         let size = usize::try_from(stat.st_size).unwrap_or(MAX_BYTES);
         match read_all(file.as_fd(), size).map_err(|source| SwapError::io(Step::Read, name, source))? {
-            Ok(bytes) => Ok(Found::File(Version { file: Some(Arc::new(file)), stat, bytes })),
+            Ok(bytes) => {
+                let stat = rustix::fs::fstat(&file).map_err(at(Step::Stat))?;
+                Ok(Found::File(Version { file: Some(Arc::new(file)), pin: None, stat, bytes, seq: 0 }))
+            }
             Err(refusal) => Ok(Found::Other(stat, refusal)),
         }
     }
@@ -129,7 +152,7 @@ impl Swapper {
                     None => return Ok(Err(Refusal::Symlink)),
                 }
             } else {
-                path.parent().unwrap_or(Path::new("")).join(text)
+                path.parent().unwrap_or_else(|| Path::new("")).join(text)
             };
             path = text;
         }
@@ -144,7 +167,7 @@ impl Swapper {
     /// Opens the directory that holds `path`; `None` when it is not inside.
     fn open_parent(&self, name: &OsStr, path: &Path) -> Result<Option<Target>, SwapError> {
         let Some(Component::Normal(file)) = path.components().next_back() else { return Ok(None) };
-        let parent = path.parent().unwrap_or(Path::new(""));
+        let parent = path.parent().unwrap_or_else(|| Path::new(""));
         if parent.as_os_str().is_empty() {
             return Ok(Some(Target {
                 dir: Arc::clone(&self.dir),
@@ -162,6 +185,10 @@ impl Swapper {
             Err(error) => Err(SwapError::io(Step::Open, name, error.into())),
         }
     }
+}
+
+pub(super) fn change_time(stat: &Stat) -> (i64, i64) {
+    (stat.st_ctime, i64::try_from(stat.st_ctime_nsec).unwrap_or(0))
 }
 
 /// Reads the whole file from its start, at most [`MAX_BYTES`]. `size` is a guess.

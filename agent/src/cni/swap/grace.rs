@@ -5,9 +5,8 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use rustix::fs::AtFlags;
 
-use super::file::{Target, Version};
+use super::file::{Stamp, Target, Version, change_time};
 use super::temp::Put;
 use super::{Outcome, Patch, Planner, SwapError, Swapper};
 use crate::cni::plan::{FileKind, Plan};
@@ -24,18 +23,22 @@ const MAX: usize = 128;
 /// A version that this agent displaced.
 #[derive(Debug)]
 pub(super) struct Displaced {
-    target: Target,
+    pub target: Target,
     kind: FileKind,
     /// Its hidden name.
-    name: OsString,
+    pub name: OsString,
     /// With the bytes that are merged.
-    version: Version,
+    pub version: Version,
     /// False when even those bytes are not merged.
     merged: bool,
     /// What replaced it. Once that is no longer in place, another writer's newer version is, and this one is history.
     pub successor: Version,
     since: Instant,
     due: Instant,
+    /// What replaced it must be durable before it may go.
+    batch: u64,
+    /// Of the bytes in place; what is written here counts if it is later.
+    pub stamp: Stamp,
 }
 
 impl Displaced {
@@ -48,7 +51,18 @@ impl Displaced {
         grace: Duration,
     ) -> Self {
         let since = Instant::now();
-        Self { target, kind, name, version, merged: true, successor, since, due: since + grace }
+        Self {
+            target,
+            kind,
+            name,
+            version,
+            merged: true,
+            successor,
+            since,
+            due: since + grace,
+            batch: 0,
+            stamp: Stamp::default(),
+        }
     }
 
     /// One whose bytes are still to be merged.
@@ -62,6 +76,24 @@ impl Displaced {
     ) -> Self {
         let new = Self::new(target, kind, name, version, successor, grace);
         Self { merged: false, due: new.since, ..new }
+    }
+}
+
+impl Displaced {
+    /// It must stay until this batch is durable.
+    pub fn until(self, batch: u64) -> Self {
+        Self { batch, ..self }
+    }
+
+    /// The bytes in place are from then.
+    pub fn since(self, stamp: Stamp) -> Self {
+        Self { stamp, ..self }
+    }
+
+    /// Are the bytes here, last changed at the version's time, newer than those in place?
+    fn is_newer(&self) -> bool {
+        let own = self.version.stamp();
+        own.seq == self.stamp.seq || own > self.stamp
     }
 }
 
@@ -114,6 +146,7 @@ impl Swapper {
                 report(&config, outcome);
             }
         }
+        self.make_durable();
     }
 
     /// Before the agent ends: everything that nobody writes to is settled now. The rest stays for the next start.
@@ -176,11 +209,20 @@ impl Swapper {
         if displaced.merged && bytes == displaced.version.bytes {
             return match writers {
                 Writers::Some => Next::Keep,
-                Writers::None | Writers::Unknown => Next::Drop,
+                Writers::None | Writers::Unknown if self.is_durable(displaced.batch) => Next::Drop,
+                Writers::None | Writers::Unknown => Next::Keep,
             };
         }
         if !self.in_place(displaced) {
             return Next::Drop;
+        }
+        if let Ok(stat) = rustix::fs::fstat(file) {
+            displaced.version.stat = stat;
+        }
+        if !displaced.is_newer() || !Self::beats_successor(displaced) {
+            displaced.version.bytes = bytes;
+            displaced.merged = true;
+            return Next::Keep;
         }
         match plan(displaced.kind, &bytes) {
             Plan::Write(new) => {
@@ -191,9 +233,10 @@ impl Swapper {
                 }
                 Next::Merge(new)
             }
-            Plan::Leave(leave) => {
+            // A copy, since whoever still writes to the original may be older than what comes next.
+            Plan::Leave(_) => {
                 displaced.version.bytes = bytes.clone();
-                Next::PutBack(Outcome::Left(leave, bytes))
+                Next::Merge(bytes)
             }
             Plan::Refuse(refusal) => {
                 if given_up {
@@ -205,6 +248,24 @@ impl Swapper {
         }
     }
 
+    /// What replaced it may have been written to in place as well, and not been looked at yet: the later one counts.
+    fn beats_successor(displaced: &mut Displaced) -> bool {
+        let own = displaced.version.stamp();
+        let successor = &mut displaced.successor;
+        let Some(file) = &successor.file else { return true };
+        let (Ok(Ok(bytes)), Ok(stat)) = (successor.read_again(), rustix::fs::fstat(file)) else {
+            return true;
+        };
+        if bytes == successor.bytes {
+            return true;
+        }
+        if change_time(&stat) >= own.time {
+            return false;
+        }
+        (successor.bytes, successor.stat) = (bytes, stat);
+        true
+    }
+
     /// Not (yet) a config. When its writer is gone, that is how the owner left it, and so it goes back.
     fn unfinished(&self, displaced: &Displaced, given_up: bool, refusal: Refusal) -> Next {
         match (given_up, self.in_place(displaced)) {
@@ -212,6 +273,16 @@ impl Swapper {
             (true, true) => Next::PutBack(Outcome::Refused(refusal)),
             (_, false) => Next::Drop,
         }
+    }
+
+    /// Whether nobody has this version open for writing, and it still holds the bytes that were read.
+    pub(super) fn has_finished(&self, version: &Version, name: &OsStr) -> bool {
+        let Some(file) = &version.file else { return true };
+        let writers = self.writers(file.as_fd(), name);
+        // Under the lease, so that this is its final state.
+        let same = version.read_again().is_ok_and(|bytes| bytes.is_ok_and(|bytes| bytes == version.bytes));
+        give_lease_back(file.as_fd());
+        writers == Writers::None && same
     }
 
     fn writers(&self, file: std::os::fd::BorrowedFd<'_>, name: &OsStr) -> Writers {
@@ -223,9 +294,7 @@ impl Swapper {
 
     /// Is what replaced it still in place?
     fn in_place(&self, displaced: &Displaced) -> bool {
-        let Displaced { target, successor, .. } = displaced;
-        rustix::fs::statat(&target.dir, &target.name, AtFlags::SYMLINK_NOFOLLOW)
-            .is_ok_and(|stat| successor.same_inode(&stat))
+        self.is_in_place(&displaced.target, &displaced.successor)
     }
 
     /// Puts the patch of what a late writer wrote in place.

@@ -6,6 +6,9 @@
 //! stays under its hidden name for a grace time, since an in-place writer may have opened it before the exchange;
 //! what such a writer goes on writing is merged. Nothing is removed before it has been compared.
 //!
+//! The order in which bytes and names become durable is kept before the exchange; waiting for the disk comes after it,
+//! and before the displaced file may go.
+//!
 //! A crash at any system call leaves the old or the new version under the target's name, and hidden files that
 //! [`Swapper::recover`] sorts out at the next start.
 
@@ -16,6 +19,7 @@ mod grace;
 mod name;
 mod recover;
 mod step;
+mod sync;
 mod temp;
 
 use std::collections::BTreeMap;
@@ -35,6 +39,7 @@ use super::plan::{FileKind, Leave, Plan};
 use super::refusal::Refusal;
 use file::{Found, Target};
 use grace::Displaced;
+use sync::{Syncer, Unsynced};
 use temp::Put;
 
 pub use convert::Converted;
@@ -127,6 +132,15 @@ pub struct Swapper {
     /// False once the file system refused an exchange.
     exchange: bool,
     displaced: Vec<Displaced>,
+    /// New versions in place that are not durable yet, with their directories.
+    to_sync: Vec<Unsynced>,
+    syncer: Option<Syncer>,
+    /// Versions displaced so far.
+    seq: u64,
+    /// Batches given to it.
+    batches: u64,
+    /// When this machine was booted, in seconds since 1970.
+    booted: i64,
     /// Lists made from single-plugin files, by the name of those.
     converted: BTreeMap<OsString, Converted>,
 }
@@ -172,6 +186,11 @@ impl Swapper {
             grace: GRACE,
             exchange: true,
             displaced: Vec::new(),
+            to_sync: Vec::new(),
+            syncer: None,
+            seq: 0,
+            batches: 0,
+            booted: boot_time(),
             converted: BTreeMap::new(),
         }
     }
@@ -184,6 +203,11 @@ impl Swapper {
     /// Changes [`GRACE`].
     pub fn set_grace(&mut self, grace: Duration) {
         self.grace = grace;
+    }
+
+    /// Pretends that the machine was booted then, in seconds since 1970.
+    pub fn set_boot_time(&mut self, booted: i64) {
+        self.booted = booted;
     }
 
     /// The directory.
@@ -250,25 +274,15 @@ impl Swapper {
                     Self::start_sync(&patch.put);
                 }
             }
-            let mut wrote = Vec::new();
             for (name, prepared) in prepared {
                 let outcome = prepared.and_then(|prepared| match prepared {
                     Prepared::Done(outcome) => Ok(outcome),
                     Prepared::Convert(found, list) => self.convert(name, *found, list, plan),
-                    Prepared::Ready(patch) => {
-                        let dir = Arc::clone(&patch.target.dir);
-                        let outcome = self.finish(*patch, plan);
-                        if !wrote.iter().any(|known| Arc::ptr_eq(known, &dir)) {
-                            wrote.push(dir);
-                        }
-                        outcome
-                    }
+                    Prepared::Ready(patch) => self.finish(*patch, plan),
                 });
                 report(name, outcome);
             }
-            for dir in wrote {
-                self.sync_dir(&dir);
-            }
+            self.make_durable();
         }
     }
 
@@ -307,23 +321,13 @@ impl Swapper {
         }
     }
 
-    /// Makes the new version durable and puts it in place.
+    /// Writes the new version back and puts it in place.
     fn finish(&mut self, mut patch: Patch, plan: &mut Planner<'_>) -> Result<Outcome, SwapError> {
-        if let Err(error) = self.sync(&patch.target, &mut patch.put) {
+        if let Err(error) = self.write_back(&patch.target, &mut patch.put) {
             self.unlink(&patch.target.dir, &patch.put.name);
             return Err(error);
         }
         self.exchange(patch, plan)
-    }
-
-    fn sync_dir(&self, dir: &OwnedFd) {
-        let synced = self.step(Step::SyncDir, OsStr::new(".")).map_err(|error| error.to_string());
-        let synced = synced.and_then(|()| rustix::fs::fsync(dir).map_err(|error| error.to_string()));
-        if let Err(error) = synced {
-            // The files themselves are durable; after a power cut the older names may be there, which the next start
-            // patches again.
-            tracing::debug!(error, "cannot sync the CNI directory");
-        }
     }
 
     /// Wakes a runtime that has not noticed a change, by creating and removing a hidden file. Some ignore files that
@@ -339,4 +343,9 @@ impl Swapper {
     fn step(&self, step: Step, name: &OsStr) -> Result<(), SwapError> {
         self.seam.before(step).map_err(|source| SwapError::io(step, name, source))
     }
+}
+
+fn boot_time() -> i64 {
+    let seconds = |clock| rustix::time::clock_gettime(clock).tv_sec;
+    seconds(rustix::time::ClockId::Realtime) - seconds(rustix::time::ClockId::Boottime)
 }

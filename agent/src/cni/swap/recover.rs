@@ -121,12 +121,33 @@ impl Swapper {
             Err(_) => return Fate::Leave,
         };
         let merged = name::hash(&version.bytes) == expected;
+        if self.was_lost(kind, &version, &live, plan) {
+            return Fate::Keep(Box::new(Displaced::unmerged(
+                target,
+                kind,
+                hidden.to_owned(),
+                version,
+                live,
+                self.grace,
+            )));
+        }
         let follows = name::hash(&live.bytes) == planned || Self::follows(kind, &version, &live, plan);
         let make = if merged { Displaced::new } else { Displaced::unmerged };
         if !follows {
             return Fate::Remove;
         }
         Fate::Keep(Box::new(make(target, kind, hidden.to_owned(), version, live, self.grace)))
+    }
+
+    /// Nothing whole is in place since the machine was booted: a power cut on a file system that did not keep the order
+    /// of bytes and names, or ended in the middle of it.
+    fn was_lost(&self, kind: FileKind, old: &Version, live: &Version, plan: &mut Planner<'_>) -> bool {
+        let broken = |bytes: &[u8], plan: &mut Planner<'_>| matches!(plan(kind, bytes), Plan::Refuse(why) if why.may_be_unfinished());
+        // Both inodes were given their names by the same exchange.
+        live.stat.st_ctime < self.booted
+            && old.stat.st_ctime < self.booted
+            && broken(&live.bytes, plan)
+            && !broken(&old.bytes, plan)
     }
 
     fn follows(kind: FileKind, old: &Version, live: &Version, plan: &mut Planner<'_>) -> bool {

@@ -22,7 +22,9 @@ pub enum Step {
     Chown,
     /// `fchmod` of the new file; from here on it counts as finished.
     Chmod,
-    /// `fsync` of the new file.
+    /// The new file's bytes are written to disk: before the exchange, `fsync` where nothing less keeps the order.
+    WriteBack,
+    /// `fsync` of the new file, after the exchange.
     SyncFile,
     /// `renameat2(RENAME_EXCHANGE)` of the new file and the target.
     Exchange,
@@ -44,7 +46,7 @@ pub enum Step {
 
 impl Step {
     /// All of them.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Stat,
         Self::Open,
         Self::Read,
@@ -53,6 +55,7 @@ impl Step {
         Self::Write,
         Self::Chown,
         Self::Chmod,
+        Self::WriteBack,
         Self::SyncFile,
         Self::Exchange,
         Self::Inspect,
@@ -76,6 +79,7 @@ impl fmt::Display for Step {
             Self::Write => "writing a new file for",
             Self::Chown => "keeping the owner of",
             Self::Chmod => "keeping the mode of",
+            Self::WriteBack => "writing back the new file for",
             Self::SyncFile => "syncing the new file for",
             Self::Exchange => "exchanging",
             Self::Inspect => "looking at the displaced",

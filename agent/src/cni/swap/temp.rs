@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::file::{Target, Version};
 use super::name::{self, Hidden};
 use super::{Step, SwapError, Swapper};
-use crate::sys::file::start_writeback;
+use crate::sys::file::{orders_data_before_rename, start_writeback, write_back};
 
 /// Mode of a file that is still being written. The sticky bit means nothing on a file, so no owner's config looks like
 /// this; the last change before the exchange is the one to the real mode.
@@ -27,7 +27,7 @@ pub(super) struct Put {
     pub version: Version,
     /// Made by this agent, as opposed to another writer's file that goes back.
     pub ours: bool,
-    /// Open for writing until synced.
+    /// Open for writing until written back.
     pub unsynced: Option<OwnedFd>,
 }
 
@@ -85,7 +85,7 @@ impl Swapper {
         stat.st_mode = like.stat.st_mode;
         stat.st_uid = like.stat.st_uid;
         stat.st_gid = like.stat.st_gid;
-        let version = Version { file: Some(Arc::new(reader)), stat, bytes: bytes.clone() };
+        let version = Version { file: Some(Arc::new(reader)), pin: None, stat, bytes: bytes.clone(), seq: 0 };
         Ok(Put { name: hidden.to_owned(), version, ours: true, unsynced: Some(file) })
     }
 
@@ -96,11 +96,17 @@ impl Swapper {
         }
     }
 
-    /// Makes `put` durable and closes the writing descriptor.
-    pub(super) fn sync(&self, target: &Target, put: &mut Put) -> Result<(), SwapError> {
+    /// Makes sure that `put` can take the target's name: whenever the name is durable, so are the bytes. Closes the
+    /// writing descriptor.
+    pub(super) fn write_back(&self, target: &Target, put: &mut Put) -> Result<(), SwapError> {
         let Some(file) = put.unsynced.take() else { return Ok(()) };
-        self.step(Step::SyncFile, &target.name)?;
-        rustix::fs::fsync(&file).map_err(|error| SwapError::io(Step::SyncFile, &target.name, error.into()))
+        self.step(Step::WriteBack, &target.name)?;
+        let written = if orders_data_before_rename(file.as_fd()) {
+            write_back(file.as_fd())
+        } else {
+            rustix::fs::fsync(&file).map_err(io::Error::from)
+        };
+        written.map_err(|source| SwapError::io(Step::WriteBack, &target.name, source))
     }
 
     /// Removes a hidden file; what cannot be removed now is removed at the next start.

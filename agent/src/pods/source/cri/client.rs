@@ -8,8 +8,8 @@ use std::{
 
 use k8s_cri::v1::{
     Container, ContainerStatusRequest, ContainerStatusResponse, ListContainersRequest, ListPodSandboxRequest,
-    PodSandbox, PodSandboxStatusRequest, PodSandboxStatusResponse, VersionRequest,
-    runtime_service_client::RuntimeServiceClient,
+    PodSandbox, PodSandboxStatusRequest, PodSandboxStatusResponse, StatusRequest, StatusResponse,
+    VersionRequest, runtime_service_client::RuntimeServiceClient,
 };
 use tonic::{
     Code, Response, Status,
@@ -68,26 +68,26 @@ pub enum CriError {
 
 /// Deadlines of the calls.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Deadlines {
+pub(crate) struct Deadlines {
     /// Connecting, and lists.
-    pub(super) list: Duration,
+    pub(crate) list: Duration,
     /// The status of one sandbox or container.
-    pub(super) detail: Duration,
+    pub(crate) detail: Duration,
 }
 
 /// A connected runtime.
 #[derive(Debug, Clone)]
-pub(super) struct Runtime {
+pub(crate) struct Runtime {
     client: RuntimeServiceClient<Channel>,
     path: PathBuf,
     deadlines: Deadlines,
     /// Name and version, as the runtime gives them.
-    pub(super) name: String,
+    pub(crate) name: String,
 }
 
 impl Runtime {
     /// Connects to the runtime at `path`, or to the first usual one below `host_root` that speaks CRI.
-    pub(super) async fn connect(
+    pub(crate) async fn connect(
         path: Option<&Path>,
         host_root: &Path,
         deadlines: Deadlines,
@@ -126,8 +126,14 @@ impl Runtime {
         Ok(runtime)
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The runtime's own state, with everything it tells.
+    pub(crate) async fn status(&self) -> Result<StatusResponse, CriError> {
+        let mut client = self.client.clone();
+        self.within("Status", self.deadlines.detail, client.status(StatusRequest { verbose: true })).await
     }
 
     pub(super) async fn sandboxes(&self) -> Result<Vec<PodSandbox>, CriError> {

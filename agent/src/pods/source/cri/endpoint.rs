@@ -32,7 +32,7 @@ pub fn parse(text: &str) -> Result<PathBuf, EndpointError> {
 }
 
 /// The usual sockets that exist, below `host_root` (`/` unless the host's file system is mounted elsewhere).
-pub(super) fn detect(host_root: &Path) -> Vec<PathBuf> {
+pub(crate) fn detect(host_root: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
     for path in USUAL {
         let path = host_root.join(path.trim_start_matches('/'));

@@ -5,7 +5,7 @@
 //! kubelet would miss what we read.
 
 mod assemble;
-mod client;
+pub(crate) mod client;
 pub mod endpoint;
 mod expect;
 #[cfg(test)]
