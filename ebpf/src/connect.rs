@@ -4,7 +4,7 @@
 //! where the agent has confirmed that the pod's connections of that family are not (`POD_FASTFAIL4`/`6`).
 
 use aya_ebpf::bindings::bpf_sock_addr;
-use aya_ebpf::helpers::generated::bpf_get_current_ancestor_cgroup_id;
+use aya_ebpf::helpers::generated::{bpf_bind, bpf_get_current_ancestor_cgroup_id};
 use aya_ebpf::programs::SockAddrContext;
 use nobypass_common::abi::{POD_EXEMPT_IDS, POD_FASTFAIL4, POD_FASTFAIL6};
 use nobypass_common::headers::{Address, Addresses, IPPROTO_TCP, Kind, Transport};
@@ -19,12 +19,17 @@ use crate::pod;
 const REFUSE: i32 = 0;
 const ALLOW: i32 = 1;
 
+/// Address families (<https://github.com/torvalds/linux/blob/v6.12/include/linux/socket.h>).
+const AF_INET: u16 = 2;
+const AF_INET6: u16 = 10;
+
 /// Judges a connect(2) of an IPv4 socket.
 #[inline(always)]
 pub fn v4(ctx: &SockAddrContext) -> i32 {
     // SAFETY: a field of the context, a 4-byte read.
     let word = unsafe { core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip4) };
-    judge(ctx.sock_addr, 4, [word, 0, 0, 0], POD_FASTFAIL4)
+    let own = sockaddr(AF_INET, [word, 0, 0, 0, 0, 0]);
+    judge(ctx.sock_addr, 4, [word, 0, 0, 0], POD_FASTFAIL4, own)
 }
 
 /// Judges a connect(2) of an IPv6 socket, which may be to an IPv4-mapped address.
@@ -39,14 +44,43 @@ pub fn v6(ctx: &SockAddrContext) -> i32 {
             core::ptr::read_volatile(&raw const (*ctx.sock_addr).user_ip6[3]),
         ]
     };
+    let own = sockaddr(AF_INET6, [0, words[0], words[1], words[2], words[3], 0]);
     if words[0] == 0 && words[1] == 0 && words[2] == 0xffff_u32.to_be() {
-        return judge(ctx.sock_addr, 4, [words[3], 0, 0, 0], POD_FASTFAIL4);
+        return judge(ctx.sock_addr, 4, [words[3], 0, 0, 0], POD_FASTFAIL4, own);
     }
-    judge(ctx.sock_addr, 6, words, POD_FASTFAIL6)
+    judge(ctx.sock_addr, 6, words, POD_FASTFAIL6, own)
+}
+
+/// `struct sockaddr_in` or, longer, `sockaddr_in6`, with port 0.
+type SockAddr = [u32; 7];
+/// Its size, bytes.
+const SOCKADDR_LEN: i32 = 28;
+
+#[inline(always)]
+const fn sockaddr(family: u16, rest: [u32; 6]) -> SockAddr {
+    let [a, b] = family.to_ne_bytes();
+    let [r0, r1, r2, r3, r4, r5] = rest;
+    [u32::from_ne_bytes([a, b, 0, 0]), r0, r1, r2, r3, r4, r5]
+}
+
+/// Whether the destination is an address of the pod itself, so that the connection stays in it.
+///
+/// Nothing tells it at this place but an attempt to bind to it. That it succeeds changes nothing: the source of a
+/// connection to an own address is that address anyway. It fails for a socket that is bound to a port already.
+#[inline(always)]
+fn is_own(addr: *mut bpf_sock_addr, mut own: SockAddr) -> bool {
+    // SAFETY: the context; the helper reads that many bytes.
+    unsafe { bpf_bind(addr, own.as_mut_ptr().cast(), SOCKADDR_LEN) == 0 }
+}
+
+/// 0.0.0.0 or ::, which connect(2) takes for loopback.
+#[inline(always)]
+const fn is_unspecified(address: &Address) -> bool {
+    address[0] | address[1] | address[2] | address[3] == 0
 }
 
 #[inline(always)]
-fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u32) -> i32 {
+fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u32, own: SockAddr) -> i32 {
     let Some(config) = pod::config() else { return ALLOW };
     // SAFETY: fields of the context, 4-byte reads.
     let (protocol, port) = unsafe {
@@ -55,7 +89,10 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
             core::ptr::read_volatile(&raw const (*addr).user_port),
         )
     };
-    if protocol != u32::from(IPPROTO_TCP) || verdict::is_loopback(family, &destination) {
+    if protocol != u32::from(IPPROTO_TCP)
+        || verdict::is_loopback(family, &destination)
+        || is_unspecified(&destination)
+    {
         return ALLOW;
     }
     // SAFETY: no memory is touched.
@@ -81,7 +118,7 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
         ifindex: 0,
         mark: 0,
     };
-    if port_or_network_exempt(policy, &packet, Hook::Egress) {
+    if port_or_network_exempt(policy, &packet, Hook::Egress) || is_own(addr, own) {
         return ALLOW;
     }
     Tally::of(owner.id).add(Counter::FastFail);

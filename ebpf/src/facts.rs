@@ -156,23 +156,23 @@ impl SkbFacts {
     #[inline(always)]
     fn find_origin(&self) -> SynOrigin {
         let Some((sk, tcp)) = self.tcp_socket() else { return SynOrigin::Raw };
+        // Counted before a segment is sent, and reset with the connection (`__tcp_transmit_skb` and `tcp_disconnect` in the
+        // kernel's net/ipv4/tcp_output.c and tcp.c). Not `total_retrans`: when a fast-open SYN is dropped, by whomever, the
+        // kernel repeats it at once without its data, which is no retransmit to it (`tcp_send_syn_data`).
+        // SAFETY: not null.
+        if unsafe { core::ptr::read_volatile(&raw const (*tcp).segs_out) } <= 1 {
+            return SynOrigin::First;
+        }
         let mark = mark_of(sk, 0);
         // SAFETY: not null, and four bytes long.
         let mark = if mark.is_null() { 0 } else { unsafe { *mark } };
-        if mark & !MARK_SEQUENCE != 0 && mark & MARK_SEQUENCE == sequence(tcp) {
-            // Also where the kernel calls it no retransmit: a fast-open SYN that was dropped is repeated at once,
-            // without its data (`tcp_send_syn_data` in the kernel's net/ipv4/tcp_output.c).
-            return match mark & !MARK_SEQUENCE {
-                MARK_HELD => SynOrigin::RetryOfHeld,
-                MARK_DROPPED => SynOrigin::RetryOfDropped,
-                _ => SynOrigin::Retry,
-            };
+        if mark & MARK_SEQUENCE != sequence(tcp) {
+            return SynOrigin::Retry;
         }
-        // SAFETY: not null.
-        if unsafe { core::ptr::read_volatile(&raw const (*tcp).total_retrans) } == 0 {
-            SynOrigin::First
-        } else {
-            SynOrigin::Retry
+        match mark & !MARK_SEQUENCE {
+            MARK_HELD => SynOrigin::RetryOfHeld,
+            MARK_DROPPED => SynOrigin::RetryOfDropped,
+            _ => SynOrigin::Retry,
         }
     }
 }

@@ -17,9 +17,11 @@ mod support {
     pub mod mounts;
 }
 
+mod changes;
 mod depths;
 mod exemptions;
 mod held;
 mod matrix;
 mod policies;
+mod refusals;
 mod scene;

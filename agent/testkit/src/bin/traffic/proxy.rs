@@ -78,11 +78,14 @@ fn accept_loop(listener: &TcpListener, how: How) {
         ACCEPTED.fetch_add(1, Ordering::Relaxed);
         thread::spawn(move || {
             if let Err(error) = relay(&stream, how) {
-                eprintln!(
-                    "traffic proxy: {:?} -> {:?}: {error}",
-                    stream.peer_addr().ok(),
-                    stream.local_addr().ok()
-                );
+                // Where nothing listens is the application's business, and it is told.
+                if error.kind() != io::ErrorKind::ConnectionRefused {
+                    eprintln!(
+                        "traffic proxy: {:?} -> {:?}: {error}",
+                        stream.peer_addr().ok(),
+                        stream.local_addr().ok()
+                    );
+                }
                 FAILED.fetch_add(1, Ordering::Relaxed);
                 // The application sees a reset, not a silent end.
                 let _ = sys::reset_on_close(&stream);
