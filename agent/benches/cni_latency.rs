@@ -289,13 +289,13 @@ fn burst(installer: &Installer) -> Result<(Figures, f64), String> {
     let before = installer.cpu();
     let names: Vec<_> = (0..BURST).map(|n| format!("9{n:02}-burst.conflist")).collect();
     for name in &names {
-        fs::write(installer.net.join(format!(".{name}")), list(1)).unwrap();
+        fs::write(installer.net.join(format!(".{name}.owner")), list(1)).unwrap();
     }
     let first = Instant::now();
     let mut waiting: Vec<(&String, Instant)> = Vec::new();
     for name in &names {
         waiting.push((name, Instant::now()));
-        fs::rename(installer.net.join(format!(".{name}")), installer.net.join(name)).unwrap();
+        fs::rename(installer.net.join(format!(".{name}.owner")), installer.net.join(name)).unwrap();
     }
     let (mut latency, mut events) = (Vec::new(), 0);
     while !waiting.is_empty() {

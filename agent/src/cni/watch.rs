@@ -238,8 +238,11 @@ fn translate(directory: &Path, event: notify::Result<Event>, report: &mut dyn Fn
             continue;
         };
         if !inside {
-            // Above: something on the way to the directory. Beside: a file that a link leads to.
-            report(if directory.starts_with(path) { Change::Directory } else { beside(name, writing) });
+            if directory.starts_with(path) {
+                report(Change::Directory); // on the way to it
+            } else if path.starts_with(directory) {
+                report(beside(name, writing)); // a file that a link leads to
+            }
         } else if writing.is_none() && is_hidden(name) && original_name(name).is_none() {
             // Making and moving our own files; what others write to them matters.
         } else if writing == Some(true) {
