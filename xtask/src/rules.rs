@@ -35,6 +35,11 @@ const ARROWS: [(&str, &[&str], &str); 4] = [
     ("agent/src/mesh/", &["crate::bpf", "crate::cni", "kube::"], "`mesh` is data and pure recognition"),
 ];
 
+/// What makes a test ignored, in two pieces lest this file be found by those who look for it.
+const IGNORE: &str = concat!("#[", "ignore");
+/// Reasons to ignore a test: another one runs it.
+const BODIES: [&str; 2] = ["= \"body of", "= \"started by"];
+
 /// One line for each breach in the files that git knows.
 pub fn check_repository() -> Result<Vec<String>> {
     let files = output(std::process::Command::new("git").current_dir(repo_root()).args([
@@ -64,6 +69,11 @@ fn check(file: &str, text: &str) -> Vec<String> {
         let place = format!("{file}:{}", number + 1);
         if has_word(&code, "unsafe") && !UNSAFE_ALLOWED.iter().any(|allowed| file.starts_with(allowed)) {
             breaches.push(format!("{place}: `unsafe` outside of agent/src/sys"));
+        }
+        if code.trim_start().starts_with(IGNORE) && !BODIES.iter().any(|body| line.contains(body)) {
+            breaches.push(format!(
+                "{place}: an ignored test that no other one runs: `#[ignore = \"body of …\"]`"
+            ));
         }
         for (dir, forbidden, why) in ARROWS {
             let name = forbidden.iter().find(|name| file.starts_with(dir) && code.contains(**name));
