@@ -1,12 +1,15 @@
 //! Tells which names of the CNI directory changed. Events only say where to look: what is done is decided from
 //! content, so a change of the agent's own needs no filter, and a lost event costs time and nothing else.
 //!
-//! notify's inotify back end reports every event that matters here. What it hides is made up for: `IN_UNMOUNT` and a
-//! directory that is replaced by a mount are found by comparing the path with the open directory now and then.
+//! The directory itself has a watch of its own ([`hot`]); notify watches the directories above it, so that its coming
+//! and going is noticed, and those with files that links lead to. A directory that is replaced by a mount is found by
+//! comparing the path with the open directory now and then.
 
-use std::ffi::{OsStr, OsString};
+mod hot;
+
+use std::ffi::OsString;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,8 +18,7 @@ use notify::event::{AccessKind, AccessMode, ModifyKind, RenameMode};
 use notify::{Event, EventKind, INotifyWatcher, RecursiveMode, Watcher as _};
 use rustix::fs::{Mode, OFlags};
 
-use super::plan::original_name;
-use super::swap::is_hidden;
+use hot::Hot;
 
 /// Arming is tried again this often when the directory is replaced in the very moment.
 const ARM_TRIES: usize = 8;
@@ -58,8 +60,8 @@ pub enum WatchError {
     NoWatch {
         /// The directory.
         path: PathBuf,
-        /// notify's answer.
-        source: notify::Error,
+        /// The system's answer.
+        source: io::Error,
     },
 }
 
@@ -75,6 +77,8 @@ pub struct Armed {
 /// Watches one directory, and those above it as far as needed to notice that it comes, goes, or is replaced.
 pub struct Watch {
     path: PathBuf,
+    hot: Option<Hot>,
+    /// Of the directories above and beside.
     watcher: Option<INotifyWatcher>,
     /// Directories above `path` that are watched.
     above: Vec<PathBuf>,
@@ -85,10 +89,11 @@ pub struct Watch {
 
 impl std::fmt::Debug for Watch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { path, watcher, above, beside, report: _ } = self;
+        let Self { path, hot, watcher, above, beside, report: _ } = self;
         f.debug_struct("Watch")
             .field("path", path)
-            .field("watching", &watcher.is_some())
+            .field("watching", &hot.is_some())
+            .field("watching_above", &watcher.is_some())
             .field("above", above)
             .field("beside", beside)
             .finish()
@@ -96,14 +101,28 @@ impl std::fmt::Debug for Watch {
 }
 
 impl Watch {
-    /// Watches nothing yet. `report` is called on notify's thread.
+    /// Watches nothing yet. `report` is called on notify's thread, with changes above and beside the directory; those
+    /// in it are [read](Self::read).
     pub fn new(path: &Path, report: impl Fn(Change, Instant) + Send + Sync + 'static) -> Self {
         Self {
             path: path.to_owned(),
+            hot: None,
             watcher: None,
             above: Vec::new(),
             beside: Vec::new(),
             report: Arc::new(report),
+        }
+    }
+
+    /// Becomes readable when there is something to [read](Self::read).
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.hot.as_ref().map(Hot::fd)
+    }
+
+    /// Reports what happened in the directory since the last call; never waits.
+    pub fn read(&self, report: &mut dyn FnMut(Change)) {
+        if let Some(hot) = &self.hot {
+            hot.read(report);
         }
     }
 
@@ -116,9 +135,14 @@ impl Watch {
                 unwatched = unwatched.or(Some(error));
             }
             let dir = open(&self.path)?;
-            if unwatched.is_none() {
-                unwatched = self.watch_dir().err();
-            }
+            self.hot = match Hot::new(&self.path) {
+                Ok(hot) => Some(hot),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(source) => {
+                    unwatched = Some(WatchError::NoWatch { path: self.path.clone(), source });
+                    None
+                }
+            };
             // Else it was replaced between the two calls.
             if self.is_same(&dir) {
                 return Ok(Armed { dir, unwatched });
@@ -165,25 +189,10 @@ impl Watch {
             translate(&path, event, &mut |change| report(change, at));
         };
         let watcher = INotifyWatcher::new(handler, notify::Config::default())
-            .map_err(|source| WatchError::NoWatch { path: self.path.clone(), source })?;
+            .map_err(|error| WatchError::NoWatch { path: self.path.clone(), source: system(error) })?;
         self.watcher = Some(watcher);
         (self.above, self.beside) = (Vec::new(), Vec::new());
         Ok(())
-    }
-
-    fn watch_dir(&mut self) -> Result<(), WatchError> {
-        let Some(watcher) = &mut self.watcher else { return Ok(()) };
-        // The path may still stand for a directory that was moved away.
-        let _ = watcher.unwatch(&self.path);
-        let watched = watcher.watch(&self.path, RecursiveMode::NonRecursive);
-        match watched {
-            Err(source) if !matches!(source.kind, notify::ErrorKind::PathNotFound) => {
-                // Without this watch the others are of little use, and a new instance may fare better.
-                self.watcher = None;
-                Err(WatchError::NoWatch { path: self.path.clone(), source })
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Watches the nearest directory that is there, and the one above the CNI directory.
@@ -196,9 +205,10 @@ impl Watch {
         match watcher.watch(nearest, RecursiveMode::NonRecursive) {
             Ok(()) => self.above.push(nearest.to_owned()),
             Err(source) if matches!(source.kind, notify::ErrorKind::PathNotFound) => {}
-            Err(source) => {
+            Err(error) => {
+                // A new instance may fare better.
                 self.watcher = None;
-                return Err(WatchError::NoWatch { path: nearest.to_owned(), source });
+                return Err(WatchError::NoWatch { path: nearest.to_owned(), source: system(error) });
             }
         }
         Ok(())
@@ -226,37 +236,29 @@ fn translate(directory: &Path, event: notify::Result<Event>, report: &mut dyn Fn
     let writing = match event.kind {
         // Comes in addition to both of its halves; opening and reading change nothing.
         EventKind::Modify(ModifyKind::Name(RenameMode::Both)) => return,
-        EventKind::Access(AccessKind::Close(AccessMode::Write)) => Some(false),
+        EventKind::Access(AccessKind::Close(AccessMode::Write)) => false,
         EventKind::Access(_) => return,
-        EventKind::Modify(ModifyKind::Data(_)) => Some(true),
-        _ => None,
+        kind => matches!(kind, EventKind::Modify(ModifyKind::Data(_))),
     };
     for path in &event.paths {
-        let inside = path.parent() == Some(directory);
-        let Some(name) = path.file_name().filter(|_| path != directory) else {
-            report(Change::Directory);
-            continue;
-        };
-        if !inside {
-            if directory.starts_with(path) {
-                report(Change::Directory); // on the way to it
-            } else if path.starts_with(directory) {
-                report(beside(name, writing)); // a file that a link leads to
-            }
-        } else if writing.is_none() && is_hidden(name) && original_name(name).is_none() {
-            // Making and moving our own files; what others write to them matters.
-        } else if writing == Some(true) {
-            report(Change::Writing(name.to_owned()));
-        } else {
-            report(Change::Name(name.to_owned()));
+        if directory.starts_with(path) {
+            report(Change::Directory); // it, or one on the way to it
+        } else if path.starts_with(directory)
+            && let Some(name) = path.file_name()
+        {
+            // A file that a link leads to.
+            let name = name.to_owned();
+            report(if writing { Change::Writing(name) } else { Change::Name(name) });
         }
     }
 }
 
-fn beside(name: &OsStr, writing: Option<bool>) -> Change {
-    match writing {
-        Some(true) => Change::Writing(name.to_owned()),
-        _ => Change::Name(name.to_owned()),
+/// The system's error in notify's.
+fn system(error: notify::Error) -> io::Error {
+    match error.kind {
+        notify::ErrorKind::Io(error) => error,
+        notify::ErrorKind::MaxFilesWatch => io::Error::from_raw_os_error(libc::ENOSPC),
+        _ => io::Error::other(error),
     }
 }
 
@@ -276,10 +278,17 @@ mod tests {
     }
 
     /// Everything up to `last`, which must come.
-    fn until(rx: &Receiver<Change>, last: &Change) -> Vec<Change> {
-        let mut seen = Vec::new();
+    fn until(watch: &Watch, rx: &Receiver<Change>, last: &Change) -> Vec<Change> {
+        let (mut seen, start) = (Vec::new(), Instant::now());
         while seen.last() != Some(last) {
-            seen.push(rx.recv_timeout(HANG).unwrap_or_else(|_| panic!("{last:?} never came: {seen:?}")));
+            let mut hot = Vec::new();
+            watch.read(&mut |change| hot.push(change));
+            let end = hot.iter().position(|change| change == last).map_or(hot.len(), |at| at + 1);
+            seen.extend(hot.into_iter().take(end));
+            if seen.last() != Some(last) {
+                seen.extend(rx.recv_timeout(Duration::from_millis(1)));
+            }
+            assert!(start.elapsed() < HANG, "{last:?} never came: {seen:?}");
         }
         seen
     }
@@ -295,28 +304,28 @@ mod tests {
         let (mut watch, rx) = watch(dir.path());
         assert!(watch.arm().unwrap().unwatched.is_none());
         fs::write(at("a.conflist"), "x").unwrap();
-        let seen = until(&rx, &name("a.conflist"));
+        let seen = until(&watch, &rx, &name("a.conflist"));
         assert!(seen.len() <= 3, "{seen:?}");
         let held = fs::OpenOptions::new().write(true).open(at("a.conflist")).unwrap();
         io::Write::write_all(&mut &held, b"y").unwrap();
-        until(&rx, &Change::Writing("a.conflist".into()));
+        until(&watch, &rx, &Change::Writing("a.conflist".into()));
         fs::rename(at("a.conflist"), at("b.conflist")).unwrap();
-        until(&rx, &name("b.conflist"));
+        until(&watch, &rx, &name("b.conflist"));
         fs::hard_link(at("b.conflist"), at("c.conflist")).unwrap();
-        until(&rx, &name("c.conflist"));
+        until(&watch, &rx, &name("c.conflist"));
         std::os::unix::fs::symlink("b.conflist", at("d.conflist")).unwrap();
-        until(&rx, &name("d.conflist"));
+        until(&watch, &rx, &name("d.conflist"));
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         fs::set_permissions(at("c.conflist"), open).unwrap();
-        until(&rx, &name("c.conflist"));
+        until(&watch, &rx, &name("c.conflist"));
         fs::remove_file(at("c.conflist")).unwrap();
-        until(&rx, &name("c.conflist"));
+        until(&watch, &rx, &name("c.conflist"));
         // Reading reports nothing, nor do our own hidden files.
         fs::read(at("b.conflist")).unwrap();
         fs::rename(at("b.conflist"), at(".nobypass-x.tmp")).unwrap();
         fs::remove_file(at(".nobypass-x.tmp")).unwrap();
         fs::write(at("end"), "").unwrap();
-        let seen = until(&rx, &name("end"));
+        let seen = until(&watch, &rx, &name("end"));
         assert!(!seen.iter().any(|change| *change == name(".nobypass-x.tmp")), "{seen:?}");
     }
 
@@ -326,7 +335,7 @@ mod tests {
         let (mut watch, rx) = watch(dir.path());
         watch.arm().unwrap();
         fs::write(dir.path().join(".nobypass-x.tmp"), "x").unwrap();
-        until(&rx, &name(".nobypass-x.tmp"));
+        until(&watch, &rx, &name(".nobypass-x.tmp"));
     }
 
     #[test]
@@ -338,7 +347,7 @@ mod tests {
             assert!(matches!(watch.arm(), Err(WatchError::Missing { .. })), "{round}");
             fs::create_dir_all(&path).unwrap();
             let armed = loop {
-                until(&rx, &Change::Directory);
+                until(&watch, &rx, &Change::Directory);
                 // Reported for cni first.
                 if let Ok(armed) = watch.arm() {
                     break armed;
@@ -346,9 +355,9 @@ mod tests {
             };
             assert!(watch.is_same(&armed.dir));
             fs::write(path.join("a.conflist"), "").unwrap();
-            until(&rx, &name("a.conflist"));
+            until(&watch, &rx, &name("a.conflist"));
             fs::remove_dir_all(root.path().join("cni")).unwrap();
-            until(&rx, &Change::Directory);
+            until(&watch, &rx, &Change::Directory);
             assert!(!watch.is_same(&armed.dir));
             while rx.try_recv().is_ok() {}
         }
@@ -364,14 +373,14 @@ mod tests {
         let old = watch.arm().unwrap().dir;
         fs::rename(at("net.d"), at("gone")).unwrap();
         fs::rename(at("other"), at("net.d")).unwrap();
-        until(&rx, &Change::Directory);
+        until(&watch, &rx, &Change::Directory);
         assert!(!watch.is_same(&old));
         let new = watch.arm().unwrap().dir;
         assert!(watch.is_same(&new));
         while rx.try_recv().is_ok() {}
         fs::write(at("gone/a.conflist"), "").unwrap();
         fs::write(at("net.d/b.conflist"), "").unwrap();
-        let seen = until(&rx, &name("b.conflist"));
+        let seen = until(&watch, &rx, &name("b.conflist"));
         assert!(!seen.contains(&name("a.conflist")), "the old directory is still watched: {seen:?}");
     }
 
@@ -383,6 +392,6 @@ mod tests {
         watch.arm().unwrap();
         watch.watch_beside(vec![dir.path().join("data")]);
         fs::write(dir.path().join("data/net"), "x").unwrap();
-        until(&rx, &name("net"));
+        until(&watch, &rx, &name("net"));
     }
 }

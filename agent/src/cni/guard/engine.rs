@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
@@ -19,6 +18,7 @@ use super::super::swap::{Swapper, is_hidden};
 use super::super::watch::{Armed, Change, Watch, WatchError};
 use super::super::window::{Protection, Window};
 use super::files::Files;
+use super::inbox::Inbox;
 use super::want::{Planner, Want};
 use super::{Config, Signal, Summary, Watching};
 
@@ -112,22 +112,21 @@ impl Engine {
     }
 
     /// Runs until [`Signal::Stop`].
-    pub fn run(mut self, inbox: &Receiver<Signal>) {
+    pub fn run(mut self, inbox: &Inbox<Signal>) {
         loop {
+            let start = Instant::now();
             self.turn();
             let timeout = self.next_wake().saturating_duration_since(Instant::now());
-            match inbox.recv_timeout(timeout) {
-                Ok(signal) => {
-                    if !self.take(signal) {
-                        break;
-                    }
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => break,
+            let waited = inbox.wait(self.watch.fd(), timeout);
+            // What was there already happened at some time during this turn.
+            let at = if waited { Instant::now() } else { start };
+            let mut changes = Vec::new();
+            self.watch.read(&mut |change| changes.push(change));
+            for change in changes {
+                self.note(change, at);
             }
-            // What came meanwhile belongs to the same pass.
             let mut stop = false;
-            while let Ok(signal) = inbox.try_recv() {
+            for signal in inbox.take() {
                 stop |= !self.take(signal);
             }
             if stop {

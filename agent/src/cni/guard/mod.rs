@@ -3,6 +3,7 @@
 
 mod engine;
 mod files;
+mod inbox;
 mod pass;
 mod want;
 
@@ -10,7 +11,6 @@ use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use super::swap::{GRACE, Seam};
 use super::watch::Change;
 use super::window::Protection;
 use engine::Engine;
+use inbox::Inbox;
 
 pub use files::FileReport;
 pub use want::Want;
@@ -179,6 +180,7 @@ pub struct Snapshot {
 }
 
 /// What the thread is told.
+#[derive(Debug)]
 enum Signal {
     Change(Change, Instant),
     Want(Want),
@@ -192,7 +194,7 @@ enum Signal {
 /// A running guard. Dropping it stops the thread and waits for it.
 #[derive(Debug)]
 pub struct Guard {
-    signals: Sender<Signal>,
+    signals: Inbox<Signal>,
     summary: watch::Receiver<Summary>,
     thread: Option<JoinHandle<()>>,
 }
@@ -200,17 +202,14 @@ pub struct Guard {
 impl Guard {
     /// Starts the thread.
     pub fn start(config: Config, want: Want, metrics: Metrics) -> io::Result<Self> {
-        let (signals, inbox) = channel();
+        let signals = Inbox::new()?;
         let (publish, summary) = watch::channel(Summary::new());
-        let changes = signals.clone();
+        let (changes, inbox) = (signals.clone(), Open(signals.clone()));
         let dir = std::path::absolute(&config.dir)?;
         let config = Config { dir, ..config };
         let thread = std::thread::Builder::new().name("cni-guard".to_owned()).spawn(move || {
-            let report = move |change, at| {
-                // Nobody listens any more once the guard has ended.
-                let _ = changes.send(Signal::Change(change, at));
-            };
-            Engine::new(config, want, metrics, publish, report).run(&inbox);
+            let report = move |change, at| changes.send(Signal::Change(change, at));
+            Engine::new(config, want, metrics, publish, report).run(&inbox.0);
         })?;
         Ok(Self { signals, summary, thread: Some(thread) })
     }
@@ -243,8 +242,7 @@ impl Guard {
     }
 
     fn send(&self, signal: Signal) {
-        // Fails only after the end, which shows in `summary`.
-        let _ = self.signals.send(signal);
+        self.signals.send(signal);
     }
 
     fn end(&mut self) {
@@ -265,19 +263,27 @@ impl Drop for Guard {
     }
 }
 
+/// Closes the inbox when the thread ends, however it does.
+struct Open(Inbox<Signal>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
 /// Tells a guard what the runtime has loaded.
 #[derive(Clone, Debug)]
-pub struct RuntimeReport(Sender<Signal>);
+pub struct RuntimeReport(Inbox<Signal>);
 
 impl RuntimeReport {
     /// `version` of a [`Summary`] is loaded, or is not.
     pub fn loaded(&self, version: u64, loaded: bool) {
-        // Nobody is interested any more once the guard has ended.
-        let _ = self.0.send(Signal::Runtime(version, loaded));
+        self.0.send(Signal::Runtime(version, loaded));
     }
 
     /// The runtime has not noticed a change: create and remove a hidden file.
     pub fn poke(&self) {
-        let _ = self.0.send(Signal::Poke);
+        self.0.send(Signal::Poke);
     }
 }
