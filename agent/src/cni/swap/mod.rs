@@ -52,8 +52,8 @@ pub type Planner<'a> = dyn FnMut(FileKind, &[u8]) -> Plan + 'a;
 
 /// How long a displaced file is kept although nobody has it open: 2 s.
 pub const GRACE: Duration = Duration::from_secs(2);
-/// New versions prepared before the first of them is exchanged.
-const BATCH: usize = 64;
+/// New versions prepared while the disk writes as many others.
+const BATCH: usize = 8;
 
 /// What became of one config file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -267,6 +267,8 @@ impl Swapper {
         plan: &mut Planner<'_>,
         report: &mut dyn FnMut(&OsStr, Result<Outcome, SwapError>),
     ) {
+        // While the disk writes one part of a burst, the next one is prepared.
+        let mut written = Vec::new();
         for names in names.chunks(BATCH) {
             let prepared: Vec<_> = names.iter().map(|name| (name, self.prepare(name, plan))).collect();
             for (_, prepared) in &prepared {
@@ -274,15 +276,27 @@ impl Swapper {
                     Self::start_sync(&patch.put);
                 }
             }
-            for (name, prepared) in prepared {
-                let outcome = prepared.and_then(|prepared| match prepared {
-                    Prepared::Done(outcome) => Ok(outcome),
-                    Prepared::Convert(found, list) => self.convert(name, *found, list, plan),
-                    Prepared::Ready(patch) => self.finish(*patch, plan),
-                });
-                report(name, outcome);
+            for (name, prepared) in std::mem::replace(&mut written, prepared) {
+                report(name, self.complete(name, prepared, plan));
             }
-            self.make_durable();
+        }
+        for (name, prepared) in written {
+            report(name, self.complete(name, prepared, plan));
+        }
+        self.make_durable();
+    }
+
+    /// The second half.
+    fn complete(
+        &mut self,
+        name: &OsStr,
+        prepared: Result<Prepared, SwapError>,
+        plan: &mut Planner<'_>,
+    ) -> Result<Outcome, SwapError> {
+        match prepared? {
+            Prepared::Done(outcome) => Ok(outcome),
+            Prepared::Convert(found, list) => self.convert(name, *found, list, plan),
+            Prepared::Ready(patch) => self.finish(*patch, plan),
         }
     }
 
