@@ -51,6 +51,23 @@ fn base() -> PathBuf {
     std::env::var_os("NOBYPASS_BENCH_DIR").map_or_else(|| usual.to_owned(), PathBuf::from)
 }
 
+/// The binary where the installers' namespaces show it; removed at the end.
+struct Program(PathBuf);
+
+impl Program {
+    fn copy() -> Self {
+        let copy = base().join(format!("nobypass-{}", std::process::id()));
+        fs::copy(env!("CARGO_BIN_EXE_nobypass"), &copy).unwrap();
+        Self(copy)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
 struct Installer {
     child: Child,
     net: PathBuf,
@@ -373,10 +390,8 @@ fn main() {
     }
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse().ok());
     let files = number("NOBYPASS_BENCH_FILES").unwrap_or(200);
-    let copy = base().join(format!("nobypass-{}", std::process::id()));
-    fs::copy(env!("CARGO_BIN_EXE_nobypass"), &copy).unwrap();
-    let own = measure("nobypass", "", &format!("{} cni run", copy.display()), files);
-    fs::remove_file(copy).unwrap();
+    let program = Program::copy();
+    let own = measure("nobypass", "", &format!("{} cni run", program.0.display()), files);
     let Ok(peer) = std::env::var("NOBYPASS_BENCH_PEER") else { return };
     let setup =
         std::env::var("NOBYPASS_BENCH_PEER_SETUP").map(|setup| format!("{setup} &&")).unwrap_or_default();
