@@ -60,7 +60,7 @@ pub enum PodsFlag {
 pub enum NonTcpFlag {
     /// Not judged: costs nothing
     Ignore,
-    /// Counted (about 0.1 µs a packet)
+    /// Counted (some 30 ns a packet)
     Count,
     /// Counted, and dropped where the mode is enforce
     Drop,

@@ -4,12 +4,21 @@
 //! watched first and listed afterwards; what appears twice is sent once. Pods are known tens of milliseconds before
 //! their first process this way, but not with certainty before it, so this is a fall-back.
 
-use std::{collections::HashMap, io, mem::MaybeUninit, os::fd::AsFd, path::PathBuf, time::Duration};
+use std::{
+    collections::HashMap,
+    io,
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
+    time::Duration,
+};
 
 use rustix::{
     fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags},
     io::Errno,
 };
+
+use tokio::io::unix::AsyncFd;
 
 use super::{
     model::{CgroupDir, CgroupEvent, CgroupEventKind},
@@ -18,7 +27,7 @@ use super::{
     scan::{child, children, on_disk},
     stream::CgroupSender,
 };
-use crate::sys::readable::ReadableFd;
+use crate::sys::poll::readable;
 
 /// Directories between a parent and its pods that are still followed, as in a scan.
 const CLASS_DEPTH: u32 = 2;
@@ -94,7 +103,7 @@ struct Watched {
 
 #[derive(Debug)]
 struct Watch {
-    fd: ReadableFd,
+    fd: AsyncFd<OwnedFd>,
     parents: Vec<PodParent>,
     watched: HashMap<i32, Watched>,
     /// Every cgroup that was sent as made, by its path, with its id: the id cannot be asked for after removal.
@@ -115,7 +124,7 @@ impl Watch {
         let first = parents.first().map(|parent| parent.path.clone()).unwrap_or_default();
         let io = |source: io::Error| WatchError::Io { path: first.clone(), source };
         let fd = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).map_err(|e| io(e.into()))?;
-        let fd = ReadableFd::new(fd).map_err(io)?;
+        let fd = readable(fd).map_err(io)?;
         let mut watch = Self {
             fd,
             parents: parents.to_vec(),
@@ -145,7 +154,7 @@ impl Watch {
             | WatchFlags::DELETE_SELF
             | WatchFlags::ONLYDIR
             | WatchFlags::EXCL_UNLINK;
-        match inotify::add_watch(&self.fd, &path, flags) {
+        match inotify::add_watch(self.fd.get_ref(), &path, flags) {
             Ok(wd) => self.watched.insert(wd, entry.clone()),
             Err(Errno::NOENT | Errno::NODEV | Errno::NOTDIR) => return self.gone(entry, path),
             Err(errno) => return Err(WatchError::Io { path, source: errno.into() }),
@@ -186,7 +195,7 @@ impl Watch {
                 () = out.closed() => return Ok(()),
                 ready = self.fd.readable() => {
                     let mut ready = ready.map_err(|source| WatchError::Io { path: "inotify".into(), source })?;
-                    let events = read(&self.fd)
+                    let events = read(self.fd.get_ref())
                         .map_err(|source| WatchError::Io { path: "inotify".into(), source })?;
                     if events.is_empty() {
                         ready.clear_ready();

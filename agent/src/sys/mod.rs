@@ -7,4 +7,3 @@ pub mod file;
 pub mod mount;
 pub mod poll;
 pub mod process;
-pub mod readable;

@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 const BPF_PROG_LOAD: libc::c_int = 5;
 const BPF_PROG_TEST_RUN: libc::c_int = 10;
 const BPF_PROG_TYPE_CGROUP_SKB: u32 = 8;
-const BPF_CGROUP_INET_EGRESS: u32 = 1;
+pub(crate) const BPF_CGROUP_INET_EGRESS: u32 = 1;
 
 /// Bytes of the Ethernet header that the packet of a run begins with; the program sees what is behind it.
 pub const ETHERNET: usize = 14;
@@ -72,7 +72,7 @@ struct TestRun {
     ctx_out: u64,
 }
 
-fn bpf<T>(command: libc::c_int, attr: &mut T) -> io::Result<libc::c_long> {
+pub(crate) fn bpf<T>(command: libc::c_int, attr: &mut T) -> io::Result<libc::c_long> {
     // SAFETY: `attr` is a live structure of the size that is passed, laid out as the command wants it; the
     // pointers in it outlive the call.
     let ret = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attr), size_of::<T>()) };
@@ -84,26 +84,34 @@ fn address<T: ?Sized>(of: &T) -> u64 {
     std::ptr::from_ref(of).cast::<u8>() as u64
 }
 
-/// Loads a `cgroup_skb/egress` program of two instructions: `r0 = 1; exit`.
+/// The descriptor that a command gave.
+pub(crate) fn owned(ret: libc::c_long) -> io::Result<OwnedFd> {
+    let fd = i32::try_from(ret).map_err(io::Error::other)?;
+    // SAFETY: the kernel just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Loads a `cgroup_skb/egress` program of two instructions, `r0 = 1; exit`: it lets everything pass.
 pub fn empty_program() -> Result<OwnedFd> {
+    constant_program(true, *b"nothing\0\0\0\0\0\0\0\0\0").context("cannot load a program: are you root?")
+}
+
+/// Loads a `cgroup_skb/egress` program that lets every packet pass, or drops them all.
+pub(crate) fn constant_program(pass: bool, name: [u8; 16]) -> io::Result<OwnedFd> {
     // Opcode, registers, offset, immediate: BPF_ALU64|BPF_MOV|BPF_K, and BPF_JMP|BPF_EXIT.
-    let mov: [u8; 8] = [0xb7, 0, 0, 0, 1, 0, 0, 0];
+    let mov: [u8; 8] = [0xb7, 0, 0, 0, u8::from(pass), 0, 0, 0];
     let exit: [u8; 8] = [0x95, 0, 0, 0, 0, 0, 0, 0];
     let program = [mov, exit];
-    let license = c"GPL";
     let mut attr = Load {
         prog_type: BPF_PROG_TYPE_CGROUP_SKB,
         insn_cnt: 2,
         insns: address(&program),
-        license: address(license),
-        prog_name: *b"nothing\0\0\0\0\0\0\0\0\0",
+        license: address(c"GPL"),
+        prog_name: name,
         expected_attach_type: BPF_CGROUP_INET_EGRESS,
         ..Load::default()
     };
-    let fd = bpf(BPF_PROG_LOAD, &mut attr).context("cannot load a program: are you root?")?;
-    let fd = i32::try_from(fd).context("no descriptor")?;
-    // SAFETY: the kernel just made this descriptor for us.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    owned(bpf(BPF_PROG_LOAD, &mut attr)?)
 }
 
 /// Runs a program `repeat` times on one packet, which begins with an Ethernet header.

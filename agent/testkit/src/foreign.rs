@@ -5,27 +5,22 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use crate::bpf::{BPF_CGROUP_INET_EGRESS, bpf, constant_program, owned};
 use crate::cgroup::report;
 
 const MAP_CREATE: libc::c_int = 0;
-const PROG_LOAD: libc::c_int = 5;
 const OBJ_PIN: libc::c_int = 6;
 const PROG_ATTACH: libc::c_int = 8;
 const PROG_DETACH: libc::c_int = 9;
 
 /// `BPF_MAP_TYPE_HASH`.
 const HASH: u32 = 1;
-/// `BPF_PROG_TYPE_CGROUP_SKB`.
-const CGROUP_SKB: u32 = 8;
-/// `BPF_CGROUP_INET_EGRESS`.
-const EGRESS: u32 = 1;
 
 /// How a program tolerates others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +53,8 @@ impl Foreign {
     /// Attaches a program to `cgroup` that lets every packet `pass`, or drops them all.
     pub fn attach(cgroup: &Path, sharing: Sharing, pass: bool) -> Result<Self> {
         let dir = File::open(cgroup).with_context(|| format!("cannot open {}", cgroup.display()))?;
-        let program = load(pass).context("cannot load a program")?;
+        let program =
+            constant_program(pass, *b"foreign\0\0\0\0\0\0\0\0\0").context("cannot load a program")?;
         let this = Self { cgroup: dir, program };
         let mut attr = this.attr(sharing as u32);
         bpf(PROG_ATTACH, &mut attr).with_context(|| format!("cannot attach to {}", cgroup.display()))?;
@@ -69,7 +65,7 @@ impl Foreign {
         AttachAttr {
             target_fd: fd(&self.cgroup),
             attach_bpf_fd: fd(&self.program),
-            attach_type: EGRESS,
+            attach_type: BPF_CGROUP_INET_EGRESS,
             attach_flags,
         }
     }
@@ -104,57 +100,6 @@ pub fn pin_map(pin: &Path) -> Result<()> {
     bpf(OBJ_PIN, &mut Pin { pathname: path.as_ptr() as u64, bpf_fd: fd(&map), file_flags: 0 })
         .with_context(|| format!("cannot pin a map at {}", pin.display()))
         .map(drop)
-}
-
-fn load(pass: bool) -> io::Result<OwnedFd> {
-    /// `struct bpf_insn`: code, registers, offset, immediate.
-    #[repr(C)]
-    struct Insn(u8, u8, i16, i32);
-    #[repr(C)]
-    struct Load {
-        prog_type: u32,
-        insn_cnt: u32,
-        insns: u64,
-        license: u64,
-        log_level: u32,
-        log_size: u32,
-        log_buf: u64,
-        kern_version: u32,
-        prog_flags: u32,
-        prog_name: [u8; 16],
-        prog_ifindex: u32,
-        expected_attach_type: u32,
-    }
-    // r0 = pass; exit
-    let program = [Insn(0xb7, 0, 0, i32::from(pass)), Insn(0x95, 0, 0, 0)];
-    let mut attr = Load {
-        prog_type: CGROUP_SKB,
-        insn_cnt: 2,
-        insns: program.as_ptr() as u64,
-        license: c"GPL".as_ptr() as u64,
-        log_level: 0,
-        log_size: 0,
-        log_buf: 0,
-        kern_version: 0,
-        prog_flags: 0,
-        prog_name: *b"foreign\0\0\0\0\0\0\0\0\0",
-        prog_ifindex: 0,
-        expected_attach_type: EGRESS,
-    };
-    owned(bpf(PROG_LOAD, &mut attr)?)
-}
-
-fn bpf<T>(command: libc::c_int, attr: &mut T) -> io::Result<libc::c_long> {
-    // SAFETY: `attr` is a live structure of the size that is passed, laid out as the command wants it; the pointers in it
-    // outlive the call.
-    let ret = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attr), size_of::<T>()) };
-    if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
-}
-
-fn owned(ret: libc::c_long) -> io::Result<OwnedFd> {
-    let fd = i32::try_from(ret).map_err(io::Error::other)?;
-    // SAFETY: the kernel just made this descriptor for us.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn fd(file: &impl AsRawFd) -> u32 {
