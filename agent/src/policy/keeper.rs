@@ -219,11 +219,37 @@ impl Keeper {
         }
         // First everybody can tell whose cgroup it is, then the programs act on it.
         self.publish();
+        let mut stale = Vec::new();
         for (cgroup, policy, released) in ready {
-            self.write(cgroup, policy)?;
+            if !self.write(cgroup, policy)? {
+                stale.push(cgroup);
+            }
             if let Some(set) = released {
                 self.maps.remove_exempt_set(set)?;
             }
+        }
+        self.decide_again(&stale)
+    }
+
+    /// Entries that somebody else wrote later than this decided on them. What is known now is newer than either.
+    fn decide_again(&mut self, cgroups: &[u64]) -> Result<(), BpfError> {
+        for cgroup in cgroups {
+            self.state.conflicts += 1;
+            tracing::warn!(cgroup, "somebody else wrote a pod's entry, deciding on it anew");
+            if let Some((written, _)) = self.written.get_mut(cgroup) {
+                // Nothing that is decided is the same as this.
+                written.kind = u32::MAX;
+            }
+            let Some(uid) = self.views.get(cgroup).map(|view| view.uid) else { continue };
+            if let Some((id, policy, released)) = self.prepare(uid)? {
+                self.write(id, policy)?;
+                if let Some(set) = released {
+                    self.maps.remove_exempt_set(set)?;
+                }
+            }
+        }
+        if !cgroups.is_empty() {
+            self.publish();
         }
         Ok(())
     }
@@ -335,19 +361,26 @@ impl Keeper {
         }
     }
 
-    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<(), BpfError> {
+    /// Writes an entry, unless a newer one is there: false, and the next write goes beyond that.
+    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<bool, BpfError> {
+        if let Some(there) =
+            self.maps.policy(id).map(|there| there.revision).filter(|there| *there > self.revision)
+        {
+            self.revision = there;
+            return Ok(false);
+        }
         self.revision += 1;
         let policy = PodPolicy { revision: self.revision, ..policy };
         if let Err(error) = self.maps.set_policy(id, &policy) {
             self.count_without_entry(&error);
-            return Ok(());
+            return Ok(true);
         }
         if let Some(view) = self.views.get(&id)
             && let Err(error) = self.maps.set_name(id, &name(view))
         {
             tracing::warn!(%error, "cannot keep a pod's name for `nobypass status` without an agent");
         }
-        Ok(())
+        Ok(true)
     }
 
     fn write_set(&mut self, set: u32, exemptions: &Exemptions) -> Result<(), BpfError> {
