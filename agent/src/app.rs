@@ -6,14 +6,12 @@
 mod follow;
 mod keep;
 
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use nobypass_common::abi::{CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, Config as KernelConfig};
 use nobypass_common::ids::{Mode, UnknownPolicy};
-use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
@@ -37,16 +35,13 @@ use crate::pods::source::PodUpdate;
 use crate::pods::source::cri::{CriOptions, CriSource, endpoint};
 use crate::policy::Keeper;
 use crate::policy::desired::Wishes;
-use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
+use crate::server::listen::{ListenError, listen};
+use crate::server::{Context, Health, SetMode, serve};
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
 
 /// How often missing pod cgroups are looked for.
 const WAIT: Duration = Duration::from_secs(1);
-/// How often, and how long, a socket in use is waited for.
-const SOCKET_TRIES: u32 = 10;
-/// See [`SOCKET_TRIES`].
-const SOCKET_PAUSE: Duration = Duration::from_millis(50);
 /// How long the CNI half may take to finish what is under way; a pod gets 30 s to end.
 const CNI_END: Duration = Duration::from_secs(20);
 /// Cgroup events on their way to the keeper.
@@ -79,8 +74,8 @@ pub enum AppError {
     #[error(transparent)]
     Cni(cni::install::ContractError),
     /// Binding an address or socket failed.
-    #[error("cannot listen on {at}: {source}; {remedy}")]
-    Listen { at: String, source: std::io::Error, remedy: &'static str },
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// The runtime or a signal handler could not be set up.
     #[error("cannot {what}: {source}")]
     System { what: &'static str, source: std::io::Error },
@@ -98,8 +93,8 @@ impl AppError {
             Self::Cni(_) | Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => {
                 Exit::Usage
             }
-            Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
-            Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
+            Self::Listen(error) => error.exit(),
+            Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
 }
@@ -132,7 +127,8 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
     let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
-    let agent = Agent { config, profiles: Arc::new(profiles), endpoint, root, level, cni_metrics };
+    let desk = cni.as_ref().map(|settings| settings.desk.clone());
+    let agent = Agent { config, profiles: Arc::new(profiles), endpoint, root, level, cni_metrics, desk };
     runtime.block_on(agent.run(cni))
 }
 
@@ -144,6 +140,8 @@ struct Agent<'a> {
     level: telemetry::LevelHandle,
     /// What the CNI half counts, if it runs.
     cni_metrics: Option<cni::metrics::Metrics>,
+    /// Where it shows its state.
+    desk: Option<cni::desk::Desk>,
 }
 
 /// How a task ended: its name, and its error if it was one.
@@ -200,9 +198,15 @@ impl Agent<'_> {
             reports,
             set_mode,
             level: self.level.clone(),
+            cni: self.desk.clone(),
         });
         // Goes when this function ends, however it ends.
-        let _socket = self.listen(&mut tasks, &context).await?;
+        let config = self.config;
+        let (tcp, unix, _socket) = listen(config.metrics_addr, Some(&config.socket)).await?;
+        let serving = Arc::clone(&context);
+        tasks.spawn(
+            async move { ("server", serve(tcp, unix, serving).await.map_err(|error| error.to_string())) },
+        );
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
@@ -221,44 +225,6 @@ impl Agent<'_> {
                 Err(error) => AppError::Task { task: "?", why: format!(": {error}") },
             }),
         }
-    }
-
-    async fn listen(
-        &self,
-        tasks: &mut JoinSet<Ended>,
-        context: &Arc<Context>,
-    ) -> Result<SocketFile, AppError> {
-        let socket = &self.config.socket;
-        let (unix, file) = bind_patiently(socket).await.map_err(|source| AppError::Listen {
-            at: socket.display().to_string(),
-            remedy: match source.kind() {
-                ErrorKind::AddrInUse => {
-                    "another agent answers on it: stop it, or give this one another --socket"
-                }
-                ErrorKind::AlreadyExists => "it is not a socket: remove it, or give another --socket",
-                ErrorKind::PermissionDenied => "run as root, or give another --socket",
-                _ => "give another --socket",
-            },
-            source,
-        })?;
-        let tcp = match self.config.metrics_addr.0 {
-            None => None,
-            Some(address) => Some(TcpListener::bind(address).await.map_err(|source| AppError::Listen {
-                at: address.to_string(),
-                remedy: match source.kind() {
-                    ErrorKind::AddrInUse => {
-                        "another process has the port: stop it, or give another --metrics-addr (or none)"
-                    }
-                    _ => "give another --metrics-addr (or none)",
-                },
-                source,
-            })?),
-        };
-        let context = Arc::clone(context);
-        tasks.spawn(
-            async move { ("server", serve(tcp, unix, context).await.map_err(|error| error.to_string())) },
-        );
-        Ok(file)
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
@@ -353,19 +319,6 @@ impl Agent<'_> {
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
-}
-
-/// As [`bind_socket`], waiting a moment for a socket that answers: an agent that was just killed may have a child that
-/// has not run its program yet and holds the socket until then.
-async fn bind_patiently(path: &Path) -> std::io::Result<(UnixListener, SocketFile)> {
-    for _ in 0..SOCKET_TRIES {
-        match bind_socket(path) {
-            Err(error) if error.kind() == ErrorKind::AddrInUse => {}
-            other => return other,
-        }
-        tokio::time::sleep(SOCKET_PAUSE).await;
-    }
-    bind_socket(path)
 }
 
 /// The programs' settings, but for the parents.

@@ -141,7 +141,8 @@ pub struct Config {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address(pub Option<SocketAddr>);
 
-fn address(text: &str) -> Result<Address, String> {
+/// Reads `HOST:PORT` or `none`.
+pub(crate) fn address(text: &str) -> Result<Address, String> {
     if text == "none" {
         return Ok(Address(None));
     }

@@ -1,5 +1,7 @@
 //! HTTP: `/livez /readyz /metrics` on a port, and those with the command line's routes on a Unix socket.
 
+pub mod listen;
+
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -20,6 +22,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::bpf::Maps;
+use crate::cni::desk::Desk;
 use crate::detect::report::Report;
 use crate::policy::Snapshot;
 use crate::status::{self, HookStatus};
@@ -125,6 +128,27 @@ pub struct Context {
     pub set_mode: mpsc::Sender<SetMode>,
     /// The log's level.
     pub level: LevelHandle,
+    /// The CNI half, if it runs.
+    pub cni: Option<Desk>,
+}
+
+/// What is served of a CNI half that runs by itself: metrics, readiness and its state.
+pub fn alone(level: LevelHandle, desk: Desk, metrics: &crate::cni::metrics::Metrics) -> Arc<Context> {
+    let mut registry = Registry::with_prefix("nobypass");
+    metrics.register(&mut registry);
+    let (reports, _) = broadcast::channel(1);
+    let (set_mode, _) = mpsc::channel(1);
+    let context = Context {
+        health: Arc::default(),
+        registry: registry.into(),
+        maps: OnceLock::new(),
+        snapshots: OnceLock::new(),
+        reports,
+        set_mode,
+        level,
+        cni: Some(desk),
+    };
+    Arc::new(context)
 }
 
 /// The routes of the port.
@@ -140,6 +164,7 @@ pub fn public(context: Arc<Context>) -> Router {
 pub fn private(context: Arc<Context>) -> Router {
     Router::new()
         .route("/v1/status", get(node_status))
+        .route("/v1/cni", get(cni))
         .route("/v1/events", get(events))
         .route("/v1/mode", put(set_mode))
         .route("/v1/log-level", put(log_level))
@@ -148,7 +173,15 @@ pub fn private(context: Arc<Context>) -> Router {
 }
 
 async fn readyz(State(context): State<Arc<Context>>) -> Response {
-    let pending = context.health.pending();
+    let mut pending = context.health.pending();
+    // Without maps the CNI half is all there is: what keeps it from protecting is what is pending. Beside the kernel
+    // half it must not hold up the DaemonSet's update.
+    if context.maps.get().is_none()
+        && let Some(desk) = &context.cni
+        && !desk.summary().borrow().ready()
+    {
+        pending.push("cni: new pods do not get the mesh's plugin yet, see `nobypass cni status`".to_owned());
+    }
     if pending.is_empty() {
         return "ready\n".into_response();
     }
@@ -181,6 +214,17 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
             Json(status).into_response()
         }
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
+    }
+}
+
+async fn cni(State(context): State<Arc<Context>>) -> Response {
+    let Some(desk) = &context.cni else {
+        return (StatusCode::NOT_FOUND, "this agent leaves the CNI configuration alone (--cni-mode=off)\n")
+            .into_response();
+    };
+    match desk.report().await {
+        Some(report) => Json(report).into_response(),
+        None => (StatusCode::SERVICE_UNAVAILABLE, "the CNI half is starting or stopping\n").into_response(),
     }
 }
 
@@ -271,15 +315,24 @@ pub fn bind_socket(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 ///
 /// # Errors
 /// As accept(2) says.
-pub async fn serve(tcp: Option<TcpListener>, unix: UnixListener, context: Arc<Context>) -> io::Result<()> {
-    let private = axum::serve(unix, private(Arc::clone(&context)));
-    match tcp {
-        None => private.await,
-        Some(tcp) => {
-            let public = axum::serve(tcp, public(context));
-            tokio::try_join!(private.into_future(), public.into_future()).map(|_| ())
+pub async fn serve(
+    tcp: Option<TcpListener>,
+    unix: Option<UnixListener>,
+    context: Arc<Context>,
+) -> io::Result<()> {
+    let private = async {
+        match unix {
+            Some(unix) => axum::serve(unix, private(Arc::clone(&context))).await,
+            None => std::future::pending().await,
         }
-    }
+    };
+    let public = async {
+        match tcp {
+            Some(tcp) => axum::serve(tcp, public(Arc::clone(&context))).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::try_join!(private, public).map(|_| ())
 }
 
 #[cfg(test)]
@@ -321,6 +374,7 @@ mod tests {
             reports: reports.clone(),
             set_mode,
             level,
+            cni: None,
         };
         let mut body = events(State(Arc::new(context))).await.into_body().into_data_stream();
         let report: Arc<Report> = Arc::new(serde_json::from_value(a_report()).unwrap());
