@@ -1,6 +1,7 @@
 //! Where facts about pods come from, and how they arrive.
 
 pub mod cri;
+pub mod kube;
 
 use std::sync::Arc;
 
