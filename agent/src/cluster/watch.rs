@@ -266,7 +266,8 @@ impl<T: Object> Watch<T> {
     }
 
     async fn page(&self, next: Option<String>) -> Result<List<T>, RequestError> {
-        let mut params = ListParams { field_selector: self.collection.field_selector.clone(), ..ListParams::default() };
+        let mut params =
+            ListParams { field_selector: self.collection.field_selector.clone(), ..ListParams::default() };
         if next.is_some() {
             params.limit = Some(self.patience.page);
             params.continue_token = next;
@@ -278,8 +279,11 @@ impl<T: Object> Watch<T> {
             params.version_match = Some(VersionMatch::NotOlderThan);
         }
         let request = kube::core::Request::new(self.collection.path);
-        let request =
-            if self.collection.metadata_only { request.list_metadata(&params) } else { request.list(&params) };
+        let request = if self.collection.metadata_only {
+            request.list_metadata(&params)
+        } else {
+            request.list(&params)
+        };
         let body = self.send("list", request).await?.into_body();
         let body = timeout(self.patience.answer, Limited::new(body, LARGEST).collect()).await;
         let body = body.map_err(|_| RequestError::Silent(self.patience.answer))?;
@@ -309,7 +313,8 @@ impl<T: Object> Watch<T> {
             // What is there comes in one go.
             let patience = if initial { self.patience.answer } else { self.patience.silence };
             let deadline = if initial { started + patience } else { Instant::now() + patience };
-            let line = timeout_at(deadline, lines.next()).await.map_err(|_| RequestError::Silent(patience))?;
+            let line =
+                timeout_at(deadline, lines.next()).await.map_err(|_| RequestError::Silent(patience))?;
             let Some(line) = line? else {
                 useful |= started.elapsed() >= self.patience.pauses.0;
                 // A server that ends each watch at once must not be asked in a loop.
@@ -365,7 +370,8 @@ impl<T: Object> Watch<T> {
         let after = answer.headers().get(hyper::header::RETRY_AFTER);
         let after = after.and_then(|value| value.to_str().ok()?.parse().ok()).map(Duration::from_secs);
         let body = timeout(self.patience.answer, Limited::new(answer.into_body(), REFUSAL).collect()).await;
-        let body = body.ok().and_then(Result::ok).map(http_body_util::Collected::to_bytes).unwrap_or_default();
+        let body =
+            body.ok().and_then(Result::ok).map(http_body_util::Collected::to_bytes).unwrap_or_default();
         Err(self.refused(verb, Status::read(code, &body), after))
     }
 

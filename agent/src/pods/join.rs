@@ -238,7 +238,11 @@ fn containers(runtime: &PodFacts, api: &PodFacts, booted_at: i64) -> Vec<Contain
         let wanted = since(wanted, start);
         let before = all.len();
         all.extend(
-            runtime.containers.iter().filter(|have| have.name == wanted.name).map(|have| specified(have, &wanted)),
+            runtime
+                .containers
+                .iter()
+                .filter(|have| have.name == wanted.name)
+                .map(|have| specified(have, &wanted)),
         );
         // The API may know a run that the runtime was not asked about yet; or none exists.
         let known = |have: &Container| have.id == wanted.id;

@@ -2,6 +2,7 @@
 
 pub mod cri;
 pub mod kube;
+pub mod metrics;
 
 use std::sync::Arc;
 

@@ -83,7 +83,8 @@ impl Book {
             Change::Listed => {
                 self.listed = true;
                 let named = self.named.take().unwrap_or_default();
-                let unnamed: Vec<PodUid> = self.pods.keys().filter(|uid| !named.contains(uid)).copied().collect();
+                let unnamed: Vec<PodUid> =
+                    self.pods.keys().filter(|uid| !named.contains(uid)).copied().collect();
                 unnamed.into_iter().filter_map(|uid| self.gone(uid)).collect()
             }
             Change::Alive | Change::Failed(_) => Vec::new(),
@@ -164,7 +165,9 @@ impl Book {
         let pods: Vec<Arc<PodFacts>> = self.pods.values().filter(|pod| which(pod)).cloned().collect();
         let retold = pods.into_iter().filter_map(|pod| {
             let (namespace_labels, namespace_annotations) = self.namespaces.of(&pod.namespace);
-            if (&namespace_labels, &namespace_annotations) == (&pod.namespace_labels, &pod.namespace_annotations) {
+            if (&namespace_labels, &namespace_annotations)
+                == (&pod.namespace_labels, &pod.namespace_annotations)
+            {
                 return None;
             }
             self.upsert(PodFacts { namespace_labels, namespace_annotations, ..(*pod).clone() })

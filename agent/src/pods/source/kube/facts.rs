@@ -4,7 +4,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::object::{self, ContainerStatus, Map, Meta, SecurityContext, Spec, Status};
 use crate::pods::model::{
-    Container, Controller, KeyValues, Keys, KnownBy, MAX_ARGS, Phase, PodFacts, RestartPolicy, Role, State, Wanted,
+    Container, Controller, KeyValues, Keys, KnownBy, MAX_ARGS, Phase, PodFacts, RestartPolicy, Role, State,
+    Wanted,
 };
 use crate::pods::{ContainerId, PodUid};
 
