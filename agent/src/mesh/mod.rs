@@ -5,6 +5,7 @@ mod grammar;
 mod linkerd;
 pub mod profile;
 pub mod recognise;
+mod wanted;
 
 pub use exempt::{Exemptions, Problem};
 pub use grammar::PortRange;
