@@ -5,6 +5,7 @@
 //! event always finds its pod.
 
 pub mod desired;
+pub mod devices;
 pub mod exempt;
 pub mod keeper;
 pub mod registry;
