@@ -5,6 +5,7 @@
 
 mod follow;
 mod keep;
+pub mod pods;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -18,9 +19,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::follow::{
-    ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs, watch_source,
-};
+use self::follow::{ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs};
 use self::keep::{follow_parents, keep_alive, show_hooks};
 use crate::bpf::events::Ring;
 use crate::bpf::pins::PinDir;
@@ -34,7 +33,7 @@ use crate::config::{Config, InboundFlag, NonTcpFlag};
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
 use crate::pods::source::PodUpdate;
-use crate::pods::source::cri::{CriOptions, CriSource, endpoint};
+use crate::pods::source::cri::endpoint;
 use crate::policy::Keeper;
 use crate::policy::desired::Wishes;
 use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
@@ -78,6 +77,9 @@ pub enum AppError {
     /// See the kind.
     #[error(transparent)]
     Cni(cni::install::ContractError),
+    /// See the kind.
+    #[error(transparent)]
+    Pods(#[from] pods::PodsError),
     /// Binding an address or socket failed.
     #[error("cannot listen on {at}: {source}; {remedy}")]
     Listen { at: String, source: std::io::Error, remedy: &'static str },
@@ -94,6 +96,7 @@ impl AppError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Bpf(error) => error.exit(),
+            Self::Pods(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
             Self::Cni(_) | Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => {
                 Exit::Usage
@@ -116,6 +119,7 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         None => Profiles::built_in(),
     };
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
+    let plan = pods::plan(config)?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
     // Before the kubelet is waited for: what is missing is to be known now.
@@ -132,14 +136,20 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
     let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
-    let agent = Agent { config, profiles: Arc::new(profiles), endpoint, root, level, cni_metrics };
-    runtime.block_on(agent.run(cni))
+    runtime.block_on(async {
+        let cluster = pods::connect(&plan, config).await?;
+        let profiles = Arc::new(profiles);
+        Agent { config, profiles, endpoint, plan, cluster, root, level, cni_metrics }.run(cni).await
+    })
 }
 
 struct Agent<'a> {
     config: &'a Config,
     profiles: Arc<Profiles>,
     endpoint: Option<PathBuf>,
+    plan: pods::Plan,
+    /// The API server, where there is one.
+    cluster: Option<kube::Client>,
     root: CgroupRoot,
     level: telemetry::LevelHandle,
     /// What the CNI half counts, if it runs.
@@ -317,12 +327,8 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let _ = context.registry.set(metrics::registry(
-            &dir,
-            snapshots.clone(),
-            Arc::clone(&health),
-            self.cni_metrics.as_ref(),
-        )?);
+        let mut registry =
+            metrics::registry(&dir, snapshots.clone(), Arc::clone(&health), self.cni_metrics.as_ref())?;
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -333,17 +339,15 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
-        options.endpoint.clone_from(&self.endpoint);
-        let (source, state) = CriSource::new(options);
-        tasks.spawn(async move {
-            source.run(nudges, updates).await;
-            ("pods", Ok(()))
-        });
+        let wanted = self.profiles.wanted();
+        let (client, endpoint) = (self.cluster.as_ref(), self.endpoint.as_ref());
+        let states = pods::spawn(tasks, &self.plan, client, endpoint, &wanted, nudges, updates);
+        registry.register_collector(Box::new(states.clone()));
+        let _ = context.registry.set(registry);
         tasks.spawn(async move {
             ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
         });
-        tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
+        tasks.spawn(pods::watch_sources(states, snapshots.clone(), Arc::clone(&health)));
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }

@@ -44,6 +44,7 @@ pub enum Channel {
 #[derive(Debug, Default)]
 pub struct Health {
     pending: Mutex<BTreeMap<&'static str, String>>,
+    mentions: Mutex<BTreeMap<&'static str, String>>,
     hooks: Mutex<Vec<HookStatus>>,
     dropped: [AtomicU64; CHANNELS.len()],
 }
@@ -63,6 +64,22 @@ impl Health {
     pub fn pending(&self) -> Vec<String> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         pending.iter().map(|(what, why)| format!("{what}: {why}")).collect()
+    }
+
+    /// Something is not as it should be, and nothing waits for it.
+    pub fn mention(&self, what: &'static str, why: impl Into<String>) {
+        self.mentions.lock().unwrap_or_else(PoisonError::into_inner).insert(what, why.into());
+    }
+
+    /// It is as it should be again.
+    pub fn forget(&self, what: &'static str) {
+        self.mentions.lock().unwrap_or_else(PoisonError::into_inner).remove(what);
+    }
+
+    /// What is mentioned.
+    pub fn mentions(&self) -> Vec<String> {
+        let mentions = self.mentions.lock().unwrap_or_else(PoisonError::into_inner);
+        mentions.iter().map(|(what, why)| format!("{what}: {why}")).collect()
     }
 
     /// Sets the hooks' state.
@@ -149,10 +166,13 @@ pub fn private(context: Arc<Context>) -> Router {
 
 async fn readyz(State(context): State<Arc<Context>>) -> Response {
     let pending = context.health.pending();
+    let mentions: String =
+        context.health.mentions().iter().map(|line| format!("(not waited for) {line}\n")).collect();
     if pending.is_empty() {
-        return "ready\n".into_response();
+        return format!("ready\n{mentions}").into_response();
     }
-    (StatusCode::SERVICE_UNAVAILABLE, format!("not ready\n{}\n", pending.join("\n"))).into_response()
+    let text = format!("not ready\n{}\n{mentions}", pending.join("\n"));
+    (StatusCode::SERVICE_UNAVAILABLE, text).into_response()
 }
 
 async fn metrics(State(context): State<Arc<Context>>) -> Response {
