@@ -280,7 +280,8 @@ fn specified(have: &Container, wanted: &Container) -> Container {
 fn since(container: &Container, start: i64) -> Container {
     let mut container = container.clone();
     let seconds = |ns: i64| ns.div_euclid(1_000_000_000);
-    if container.id.is_some() && seconds(container.created_at) < seconds(start) {
+    let known = container.id.is_some() && container.created_at != 0;
+    if known && seconds(container.created_at) < seconds(start) {
         container.id = None;
         container.state = State::Waiting;
         container.exit_code = None;

@@ -149,7 +149,7 @@ async fn a_pods_whole_life() {
     assert_eq!((&*app.name, app.id.unwrap().to_string()), ("app", id));
     h.server
         .edit("pods", "shop", "web", |pod| {
-            pod["metadata"]["deletionTimestamp"] = "2026-01-02T03:05:05Z".into()
+            pod["metadata"]["deletionTimestamp"] = "2026-01-02T03:05:05Z".into();
         })
         .unwrap();
     h.until("its end", |h| h.known[uid].terminating).await;

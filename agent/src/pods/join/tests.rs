@@ -386,6 +386,8 @@ fn what_ran_in_an_earlier_sandbox_or_before_the_boot_did_not_run_in_this_one() {
         (BOOT - SECOND, true, false),
         (BOOT - SECOND, false, false),
         (BOOT, false, true),
+        // Nobody says when it began.
+        (0, true, true),
     ] {
         spec.containers = vec![ended(started)];
         let mut known = Known::new();
