@@ -167,9 +167,9 @@ pub(super) async fn watch_sources(
         for source in &sources {
             let key = if source.name == "kube" { "pods of the API" } else { "pods of the runtime" };
             if source.connected || !speaking {
-                health.forget(key);
+                health.note_done(key);
             } else {
-                health.mention(key, source.pending());
+                health.note(key, source.pending());
             }
         }
         tokio::select! {
