@@ -13,9 +13,11 @@ use std::fs::{self, File, TryLockError};
 
 use anyhow::{Context as _, Result};
 
-pub use need::{BUILD, KERNEL, LINT, NODE, Need, only_names};
+pub use apt::PrivateApt;
+pub use need::{BUILD, KERNEL, LINT, NODE, Need, VM, only_names};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
+pub use toolchain::dir as cache_dir;
 
 use crate::exec::{find_program, is_root};
 

@@ -26,6 +26,7 @@ pub enum Need {
     Busybox,
     Conntrack,
     UtilLinux,
+    Qemu,
 }
 
 /// How a need is met.
@@ -73,7 +74,7 @@ const fn row(need: Need, name: &'static str, what: &'static str, probe: Probe, s
 use Probe::{AnyFile, Programs, RustProgram, StaticProgram};
 use Source::{Component, Package};
 
-pub const TABLE: [Row; 15] = [
+pub const TABLE: [Row; 16] = [
     row(Need::Cc, "gcc", "C compiler and linker", Programs(&["cc", "gcc"]), Package("gcc")),
     row(
         Need::Protoc,
@@ -143,6 +144,13 @@ pub const TABLE: [Row; 15] = [
         AnyFile(&["/usr/lib/cni/bridge", "/opt/cni/bin/bridge"]),
         Package("containernetworking-plugins"),
     ),
+    row(
+        Need::Qemu,
+        "qemu",
+        "runs other kernels",
+        Programs(&["qemu-system-x86_64"]),
+        Package("qemu-system-x86"),
+    ),
 ];
 
 /// For `cargo build` and everything that builds.
@@ -155,13 +163,17 @@ pub const KERNEL: &[Need] =
 /// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods.
 pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
 
+/// Beside [`BUILD`] and [`KERNEL`]: other kernels.
+pub const VM: &[Need] = &[Need::Qemu];
+
 /// Which command needs what, for messages.
-const COMMANDS: [(&str, &[&[Need]]); 5] = [
+const COMMANDS: [(&str, &[&[Need]]); 6] = [
     ("cargo build", &[BUILD]),
     ("cargo xtask lint", &[LINT]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
     ("cargo xtask demo", &[KERNEL, NODE]),
+    ("cargo xtask vm", &[KERNEL, VM]),
 ];
 
 impl Row {
@@ -245,7 +257,7 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, KERNEL, NODE].concat() {
+        for need in [BUILD, LINT, KERNEL, NODE, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
         for row in &TABLE {
