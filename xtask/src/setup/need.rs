@@ -30,6 +30,7 @@ pub enum Need {
     UtilLinux,
     Etcd,
     KubeApiserver,
+    Qemu,
 }
 
 /// How a need is met.
@@ -159,6 +160,13 @@ pub const TABLE: &[Row] = &[
         Probe::Go(&go::KUBE_APISERVER),
         Source::Go(&go::KUBE_APISERVER),
     ),
+    row(
+        Need::Qemu,
+        "qemu",
+        "runs other kernels",
+        Programs(&["qemu-system-x86_64"]),
+        Package("qemu-system-x86"),
+    ),
 ];
 
 /// For `cargo build` and everything that builds.
@@ -175,6 +183,9 @@ pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
 /// Beside [`BUILD`]: a real API server.
 pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
 
+/// Beside [`BUILD`] and [`KERNEL`]: other kernels.
+pub const VM: &[Need] = &[Need::Qemu];
+
 /// Which command needs what, for messages.
 const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo build", &[BUILD]),
@@ -184,6 +195,7 @@ const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
     ("cargo xtask test --tier cluster", &[CLUSTER]),
     ("cargo xtask demo", &[KERNEL, NODE]),
+    ("cargo xtask vm", &[KERNEL, VM]),
 ];
 
 impl Row {
@@ -267,7 +279,7 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, CLUSTER].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, CLUSTER, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
         for row in TABLE {
