@@ -74,7 +74,7 @@ impl Debug for Node {
 }
 
 /// Labels of one series.
-type Labels = Vec<(&'static str, String)>;
+pub(crate) type Labels = Vec<(&'static str, String)>;
 
 /// Sums of one namespace and mesh.
 type Sums = BTreeMap<(String, String), [u64; COUNTERS]>;
@@ -322,7 +322,7 @@ fn add(sums: &mut Sums, namespace: &str, mesh: &str, counts: &[u64; COUNTERS]) {
     }
 }
 
-fn counters(
+pub(crate) fn counters(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,
@@ -335,7 +335,7 @@ fn counters(
     Ok(())
 }
 
-fn gauges(
+pub(crate) fn gauges(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,

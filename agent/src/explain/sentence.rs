@@ -1,6 +1,7 @@
 //! Facts in sentences.
 
 use super::Explanation;
+use crate::mesh::marker::{Marker, Source};
 use crate::mesh::recognise::{Exempt, NotMeshed, Unsupported};
 use crate::mesh::{Membership, Profile};
 use crate::policy::PodView;
@@ -32,6 +33,10 @@ pub(super) fn recognition(
         Some(Membership::Exempt { reason: Exempt::ControlPlane { profile } }) => {
             format!("it is part of {profile} itself, which is not judged")
         }
+        Some(Membership::Exempt { reason: Exempt::Gateway { profile } }) => {
+            format!("it is a gateway of {profile}: a proxy that redirects nothing, which is not judged")
+        }
+        Some(Membership::Exempt { reason: Exempt::Own }) => "it is nobypass, which is not judged".into(),
         Some(Membership::Unsupported { profile, reason }) => {
             let why = match reason {
                 Unsupported::UserspaceKernel => "a network stack in user space",
@@ -59,12 +64,24 @@ fn marks(view: &PodView, profile: Option<&Profile>) -> String {
         let name = facts.containers.iter().find(|container| container.id == Some(proxy));
         found.push(format!("container {}", name.map_or("?", |container| &container.name)));
     }
-    let on = profile.recognise.any.iter().filter(|marker| marker.is_on(&facts.labels, &facts.annotations));
-    found.extend(on.map(|marker| match marker {
-        crate::mesh::profile::Marker::Label(wanted) => format!("label {}", wanted.key),
-        crate::mesh::profile::Marker::Annotation(wanted) => format!("annotation {}", wanted.key),
-    }));
+    let on = profile.recognise.any.iter().filter(|marker| marker.is_on(facts));
+    found.extend(on.map(mark));
     found.join(", ")
+}
+
+/// A mark in words.
+fn mark(marker: &Marker) -> String {
+    match marker {
+        Marker::Label(wanted) => format!("label {}", wanted.key),
+        Marker::Annotation(wanted) => format!("annotation {}", wanted.key),
+        Marker::NamespaceLabel(wanted) => format!("label {} of the namespace", wanted.key),
+        Marker::NamespaceAnnotation(wanted) => format!("annotation {} of the namespace", wanted.key),
+        Marker::Env(wanted) => format!("variable {} of container {}", wanted.key, wanted.container),
+        Marker::First(wanted) => wanted.of.iter().map(Source::key).collect::<Vec<_>>().join(" or "),
+        Marker::Container(name) => format!("container {name}"),
+        Marker::Arg(wanted) => format!("argument {} of container {}", wanted.value, wanted.container),
+        Marker::Namespace(name) => format!("namespace {name}"),
+    }
 }
 
 /// A probe's answer.

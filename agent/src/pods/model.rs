@@ -59,6 +59,8 @@ pub struct PodFacts {
     pub created_at: Option<i64>,
     /// `status.startTime`, in nanoseconds since 1970: the kubelet saw it, no image was pulled yet.
     pub start_time: Option<i64>,
+    /// The condition `PodReadyToStartContainers`: it has a sandbox with a network.
+    pub ready_to_start: Option<bool>,
     /// The sources that know it.
     pub known_by: KnownBy,
 }
@@ -90,6 +92,7 @@ impl PodFacts {
             pod_ips: Box::default(),
             created_at: None,
             start_time: None,
+            ready_to_start: None,
             known_by: KnownBy::default(),
         }
     }
@@ -321,6 +324,12 @@ impl KeyValues {
         self.0.get(at).map(|(_, value)| &**value)
     }
 
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// All pairs, by key.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(key, value)| (&**key, &**value))
@@ -366,6 +375,13 @@ impl Keys {
     #[must_use]
     pub fn keeps(&self, key: &str) -> bool {
         self.exact.contains(key) || self.prefixes.iter().any(|prefix| key.starts_with(&**prefix))
+    }
+}
+
+impl Keys {
+    /// The names, and the beginnings of names.
+    pub fn iter(&self) -> impl Iterator<Item = &str> {
+        self.exact.iter().chain(&self.prefixes).map(|key| &**key)
     }
 }
 
