@@ -354,7 +354,7 @@ fn rows_that_need_no_pod() {
 fn without_an_agent_for_too_long_nothing_is_dropped_or_held_where_the_operator_wants_that() {
     let out = syn(ETH0, OUTSIDE);
     let enforce = |max_silence_ns| Settings { max_silence_ns, ..settings(Mode::Enforce) };
-    let seen = |ago| Known { now_ns: 10_000, agent_seen_ns: 10_000 - ago, ..Known::default() };
+    let seen = |ago: u64| Known { now_ns: 10_000, agent_seen_ns: 10_000 - ago, ..Known::default() };
     for (max_silence_ns, ago, drops) in
         [(0, 9_999, true), (100, 0, true), (100, 100, true), (100, 101, false), (100, 9_999, false)]
     {
