@@ -12,7 +12,8 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 const BIN: &str = env!("CARGO_BIN_EXE_nobypass");
-const COMMANDS: [&str; 7] = ["agent", "status", "events", "mode", "preflight", "cleanup", "version"];
+const COMMANDS: [&str; 9] =
+    ["agent", "status", "events", "explain", "mode", "policy", "preflight", "cleanup", "version"];
 
 /// `nobypass` with these arguments and no settings from the environment of whoever runs the tests.
 fn nobypass(args: &[&str]) -> Command {

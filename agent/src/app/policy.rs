@@ -139,7 +139,7 @@ struct Watched {
 
 /// The directory that a ConfigMap changes in: by a link beside the file.
 fn directory(path: &Path) -> &Path {
-    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
 fn identity(directory: &Path) -> Option<(u64, u64)> {

@@ -8,12 +8,11 @@ use clap::{Arg, Command, Error};
 
 /// Makes a variable that is set but empty count as unset: charts and units set variables that way.
 pub fn without_empty(command: Command) -> Command {
-    command.mut_subcommands(|command| {
-        command.mut_args(|arg| {
-            let empty = arg.get_env().and_then(var_os).is_some_and(|value| value.is_empty());
-            if empty { arg.env(Resettable::Reset) } else { arg }
-        })
-    })
+    let command = command.mut_args(|arg| {
+        let empty = arg.get_env().and_then(var_os).is_some_and(|value| value.is_empty());
+        if empty { arg.env(Resettable::Reset) } else { arg }
+    });
+    command.mut_subcommands(without_empty)
 }
 
 /// The variable whose value `error` is about, if it is not a flag's.

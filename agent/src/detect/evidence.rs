@@ -21,9 +21,9 @@ pub const SETTLED: Duration = Duration::from_secs(300);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Family {
     /// IPv4.
-    V4 = V4 as isize,
+    V4,
     /// IPv6.
-    V6 = V6 as isize,
+    V6,
 }
 
 impl Family {
@@ -32,7 +32,10 @@ impl Family {
 
     /// Its place in arrays.
     pub const fn index(self) -> usize {
-        self as usize
+        match self {
+            Self::V4 => V4,
+            Self::V6 => V6,
+        }
     }
 
     /// In metrics and logs.

@@ -232,7 +232,7 @@ fn against(node: &Spanned<Node>, schema: &Value, path: &str, problems: &mut Vec<
             Node::Text(text) if allowed.contains(&text.as_str()) => {}
             Node::Text(text) => say(format!("{text:?} is not one of {}", allowed.join(", "))),
             Node::Bool(value) => {
-                say(format!("{value} is a boolean: write one of \"{}\" in quotes", allowed.join("\", \"")))
+                say(format!("{value} is a boolean: write one of \"{}\" in quotes", allowed.join("\", \"")));
             }
             other => say(format!("{} is not one of {}", other.kind(), allowed.join(", "))),
         }
@@ -256,11 +256,12 @@ fn against(node: &Spanned<Node>, schema: &Value, path: &str, problems: &mut Vec<
             }
         }
         (Some("integer"), other) => say(format!("must be a whole number, not {}", other.kind())),
-        (Some("string"), Node::Text(text)) => {
-            if text.is_empty() && schema["minLength"].as_u64().is_some_and(|least| least > 0) {
-                say("must not be empty".into());
-            }
+        (Some("string"), Node::Text(text))
+            if text.is_empty() && schema["minLength"].as_u64().is_some_and(|least| least > 0) =>
+        {
+            say("must not be empty".into());
         }
+        (Some("string"), Node::Text(_)) => {}
         (Some("string"), other) => say(format!("must be a text, not {}; write it in quotes", other.kind())),
         _ => {}
     }

@@ -215,9 +215,9 @@ impl Serialize for Span {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let millis = self.0.as_millis();
         let text = match millis {
-            _ if millis % 3_600_000 == 0 => format!("{}h", millis / 3_600_000),
-            _ if millis % 60_000 == 0 => format!("{}m", millis / 60_000),
-            _ if millis % 1_000 == 0 => format!("{}s", millis / 1_000),
+            _ if millis.is_multiple_of(3_600_000) => format!("{}h", millis / 3_600_000),
+            _ if millis.is_multiple_of(60_000) => format!("{}m", millis / 60_000),
+            _ if millis.is_multiple_of(1_000) => format!("{}s", millis / 1_000),
             _ => format!("{millis}ms"),
         };
         serializer.serialize_str(&text)

@@ -28,7 +28,9 @@ fn one_family() {
     };
     let failed = Answer::Failed { reason: "no_process" };
     let both = proof_and_bypass;
-    let table: &[(&str, FamilyEvidence, PodVerdict, (PodVerdict, Option<Reason>))] = &[
+    /// Name, evidence, the verdict so far, what follows.
+    type Row = (&'static str, FamilyEvidence, PodVerdict, (PodVerdict, Option<Reason>));
+    let table: &[Row] = &[
         ("silence", known(|_| ()), Unknown, (Unknown, None)),
         ("silence after a verdict", known(|_| ()), Redirected, (Unknown, None)),
         ("a proof", known(|e| e.proof = Some(ago(1))), Unknown, (Redirected, None)),
