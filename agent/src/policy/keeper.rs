@@ -4,9 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nobypass_common::abi::{
-    LedgerKey, LedgerSums, NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy,
-};
+use nobypass_common::abi::{LedgerKey, LedgerSums, PodPolicy};
 use nobypass_common::ids::PodKind;
 use tokio::sync::{mpsc, watch};
 
@@ -17,7 +15,7 @@ use super::mode::{self, Choice};
 use super::registry::{Change, PodCgroup, Registry};
 use super::reload::PolicyState;
 use super::snapshot::{Ledger, PodView, Snapshot, fold};
-use super::view::{mode_problems, view};
+use super::view::{mode_problems, name, remembered, view};
 use crate::bpf::{BpfError, Maps};
 use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::PodParent;
@@ -279,7 +277,8 @@ impl Keeper {
         let since_ns = self.maps.policy(id).map_or_else(monotonic_ns, |policy| policy.since_ns);
         let Some(facts) = &entry.facts else {
             if !self.views.contains_key(&id) {
-                self.views.insert(id, Arc::new(self.remembered_view(uid, id)));
+                self.views
+                    .insert(id, Arc::new(remembered(uid, id, self.maps.policy(id), self.maps.name(id))));
             }
             let policy = PodPolicy { level, since_ns, ..PodPolicy::default() };
             // What an earlier agent wrote of this pod holds until the source has spoken.
@@ -356,23 +355,6 @@ impl Keeper {
         if view.kind == PodKind::Meshed && news.is_some() && news != before.and_then(refused) {
             self.state.overrides_refused += 1;
             self.publish();
-        }
-    }
-
-    /// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
-    fn remembered_view(&self, uid: PodUid, id: u64) -> PodView {
-        let view = PodView::unknown(uid, id);
-        let (Some(policy), Some(name)) = (self.maps.policy(id), self.maps.name(id)) else { return view };
-        let PodName { namespace, name, mesh } = name;
-        PodView {
-            namespace: text(&namespace).into(),
-            name: text(&name).into(),
-            mesh: text(&mesh).into(),
-            kind: PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown),
-            reason: "remembered",
-            proxy_cgroup: policy.proxy_cgroup,
-            families: [policy.flags & POD_GAP4 == 0, policy.flags & POD_GAP6 == 0],
-            ..view
         }
     }
 
@@ -493,15 +475,7 @@ fn is_below(parent: &str, path: &str) -> bool {
     path.strip_prefix(parent).is_some_and(|rest| rest.starts_with('/'))
 }
 
-fn name(view: &PodView) -> PodName {
-    PodName {
-        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
-        name: padded::<NAME_MAX>(&view.name),
-        mesh: padded(&view.mesh),
-    }
-}
-
-fn padded<const N: usize>(text: &str) -> [u8; N] {
+pub(super) fn padded<const N: usize>(text: &str) -> [u8; N] {
     let mut bytes = [0; N];
     for (byte, from) in bytes.iter_mut().zip(text.bytes()) {
         *byte = from;

@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
+use nobypass_common::abi::{NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy};
+use nobypass_common::ids::PodKind;
+
 use super::desired;
+use super::keeper::{padded, text};
 use super::mode::{self, Choice, Fate, Level, Said};
 use super::registry::Entry;
 use super::snapshot::PodView;
@@ -69,4 +73,34 @@ pub(super) fn mode_problems(choice: &Choice) -> impl Iterator<Item = String> {
             Fate::Holds | Fate::Overridden | Fate::Downgraded => None,
         }
     })
+}
+
+/// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
+pub(super) fn remembered(
+    uid: PodUid,
+    cgroup: u64,
+    entry: Option<PodPolicy>,
+    name: Option<PodName>,
+) -> PodView {
+    let view = PodView::unknown(uid, cgroup);
+    let (Some(policy), Some(PodName { namespace, name, mesh })) = (entry, name) else { return view };
+    PodView {
+        namespace: text(&namespace).into(),
+        name: text(&name).into(),
+        mesh: text(&mesh).into(),
+        kind: PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown),
+        reason: "remembered",
+        proxy_cgroup: policy.proxy_cgroup,
+        families: [policy.flags & POD_GAP4 == 0, policy.flags & POD_GAP6 == 0],
+        ..view
+    }
+}
+
+/// What the kernel's maps keep of a pod's names.
+pub(super) fn name(view: &PodView) -> PodName {
+    PodName {
+        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
+        name: padded::<NAME_MAX>(&view.name),
+        mesh: padded(&view.mesh),
+    }
 }
