@@ -13,6 +13,7 @@ pub mod config;
 pub mod detect;
 pub mod mesh;
 pub mod metrics;
+pub mod node;
 pub mod pods;
 pub mod policy;
 pub mod probe;

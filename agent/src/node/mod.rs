@@ -1,0 +1,8 @@
+//! The node gate: tells the cluster when this node is safe for meshed pods.
+//!
+//! [`gate`] decides from plain values, [`desired`] compares that with the Node object; the rest carries it out.
+
+pub mod desired;
+pub mod gate;
+pub mod object;
+pub mod started;
