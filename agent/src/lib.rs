@@ -17,6 +17,7 @@ pub mod node;
 pub mod pods;
 pub mod policy;
 pub mod probe;
+pub mod remedy;
 pub mod server;
 pub mod status;
 pub mod sys;

@@ -102,8 +102,7 @@ impl Change {
 
 /// What is to be changed, in the order in which to do it: what keeps pods away comes first, what lets them in last.
 pub fn changes(node: &Node, verdict: &Verdict, outputs: &Outputs, now: Timestamp) -> Vec<Change> {
-    let condition =
-        outputs.condition.then(|| condition(node, verdict, now)).flatten().map(Change::Condition);
+    let condition = outputs.condition.then(|| condition(node, verdict, now)).flatten().map(Change::Condition);
     let label = outputs.label.then(|| label(node, verdict.open)).flatten().map(Change::Label);
     let taint = taint(node, verdict.open, outputs).map(Change::Taint);
     let all = if verdict.open { [condition, label, taint] } else { [taint, label, condition] };
@@ -202,7 +201,8 @@ mod tests {
     use super::*;
 
     fn node(value: Value) -> Node {
-        let mut base = json!({ "metadata": { "name": "n1", "resourceVersion": "7" }, "spec": {}, "status": {} });
+        let mut base =
+            json!({ "metadata": { "name": "n1", "resourceVersion": "7" }, "spec": {}, "status": {} });
         for (key, value) in value.as_object().unwrap() {
             base[key] = value.clone();
         }
@@ -255,13 +255,17 @@ mod tests {
         let future = node(json!({ "status": condition_of("True", "2026-01-03T00:00:00Z") }));
         assert!(ours(changes(&future, &verdict(true), &outputs, now())).is_some(), "a clock that went back");
         let lost = ours(changes(&same, &verdict(false), &outputs, now())).unwrap();
-        assert_eq!((&lost["status"], &lost["lastTransitionTime"]), (&"False".into(), &"2026-01-02T03:04:05Z".into()));
+        assert_eq!(
+            (&lost["status"], &lost["lastTransitionTime"]),
+            (&"False".into(), &"2026-01-02T03:04:05Z".into())
+        );
     }
 
     #[test]
     fn the_label_is_removed_and_not_set_to_false() {
         let outputs = Outputs { label: true, ..Outputs::default() };
-        let with = |value: &str| node(json!({ "metadata": { "name": "n1", "labels": { LABEL: value, "a": "b" } } }));
+        let with =
+            |value: &str| node(json!({ "metadata": { "name": "n1", "labels": { LABEL: value, "a": "b" } } }));
         let set = Change::Label(json!({ "metadata": { "labels": { LABEL: "ready" } } }));
         let unset = Change::Label(json!({ "metadata": { "labels": { LABEL: null } } }));
         assert_eq!(changes(&node(json!({})), &verdict(true), &outputs, now()), [set.clone()]);
@@ -307,15 +311,17 @@ mod tests {
             { "op": "test", "path": "/spec/taints", "value": list },
             { "op": "add", "path": "/spec/taints/-", "value": ours },
         ]));
-        assert_eq!(changes(&node(json!({ "spec": { "taints": list } })), &verdict(false), &outputs, now()), [beside]);
+        assert_eq!(
+            changes(&node(json!({ "spec": { "taints": list } })), &verdict(false), &outputs, now()),
+            [beside]
+        );
         let there = node(json!({ "spec": { "taints": [{ "key": TAINT, "effect": "NoExecute" }] } }));
         assert_eq!(changes(&there, &verdict(false), &outputs, now()), [], "any effect will do");
     }
 
     #[test]
     fn what_keeps_pods_away_comes_first_and_what_lets_them_in_last() {
-        let outputs =
-            Outputs { condition: true, label: true, ..taints(&[TAINT], Some(Effect::NoSchedule)) };
+        let outputs = Outputs { condition: true, label: true, ..taints(&[TAINT], Some(Effect::NoSchedule)) };
         let order = |node: &Node, open| {
             let changes = changes(node, &verdict(open), &outputs, now());
             changes.iter().map(Change::output).collect::<Vec<_>>()

@@ -274,9 +274,19 @@ mod tests {
         let start = Instant::now();
         for (cni, hooks, pods, reason) in [
             (Part::Good, Part::Off, Part::Off, Reason::Protected),
-            (Part::Good, Part::Bad(Reason::HooksNotEffective, String::new()), Part::Off, Reason::HooksNotEffective),
+            (
+                Part::Good,
+                Part::Bad(Reason::HooksNotEffective, String::new()),
+                Part::Off,
+                Reason::HooksNotEffective,
+            ),
             (Part::Good, Part::Good, Part::Bad(Reason::PodsNotReady, String::new()), Reason::PodsNotReady),
-            (Part::Bad(Reason::NoNetwork, String::new()), Part::Pending("hooks"), Part::Off, Reason::NoNetwork),
+            (
+                Part::Bad(Reason::NoNetwork, String::new()),
+                Part::Pending("hooks"),
+                Part::Off,
+                Reason::NoNetwork,
+            ),
             (Part::Good, Part::Pending("hooks"), Part::Good, Reason::Starting),
         ] {
             let mut gate = Gate::new(Duration::ZERO, Before::Closed, start);
@@ -307,7 +317,11 @@ mod tests {
         assert!(!gate.verdict().open);
 
         let mut gate = Gate::new(SETTLE, Before::OtherBoot, start);
-        assert_eq!((gate.verdict().open, gate.verdict().reason), (false, Reason::Rebooted), "before any input");
+        assert_eq!(
+            (gate.verdict().open, gate.verdict().reason),
+            (false, Reason::Rebooted),
+            "before any input"
+        );
         gate.update(&pending, start);
         assert_eq!((gate.verdict().open, gate.verdict().reason), (false, Reason::Rebooted));
         gate.update(&good(), start);

@@ -74,7 +74,8 @@ impl Started {
     }
 
     fn was_open(&self, at: Ns) -> bool {
-        self.open.is_some_and(|from| at >= from) || self.windows.iter().any(|(from, to)| (*from..*to).contains(&at))
+        self.open.is_some_and(|from| at >= from)
+            || self.windows.iter().any(|(from, to)| (*from..*to).contains(&at))
     }
 }
 
