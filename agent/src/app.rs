@@ -31,6 +31,7 @@ use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
 use crate::cni;
 use crate::config::{Config, InboundFlag, NonTcpFlag};
+use crate::detect;
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
 use crate::pods::source::PodUpdate;
@@ -198,6 +199,7 @@ impl Agent<'_> {
             maps: OnceLock::new(),
             snapshots: OnceLock::new(),
             reports,
+            tracker: OnceLock::new(),
             set_mode,
             level: self.level.clone(),
         });
@@ -347,6 +349,13 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
+        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
+        let _ = context.tracker.set(handle);
+        let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
+        tasks.spawn(async move {
+            tracker.run(pods, reports).await;
+            ("verdicts", Ok(()))
+        });
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
         tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));

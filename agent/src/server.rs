@@ -20,6 +20,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::bpf::Maps;
+use crate::detect;
 use crate::detect::report::Report;
 use crate::policy::Snapshot;
 use crate::status::{self, HookStatus};
@@ -121,6 +122,8 @@ pub struct Context {
     pub snapshots: OnceLock<watch::Receiver<Snapshot>>,
     /// Bypasses as they come.
     pub reports: broadcast::Sender<Arc<Report>>,
+    /// Verdicts, and where to send what was found of pods.
+    pub tracker: OnceLock<detect::tracker::Handle>,
     /// To the writer of the settings.
     pub set_mode: mpsc::Sender<SetMode>,
     /// The log's level.
@@ -319,6 +322,7 @@ mod tests {
             maps: OnceLock::new(),
             snapshots: OnceLock::new(),
             reports: reports.clone(),
+            tracker: OnceLock::new(),
             set_mode,
             level,
         };

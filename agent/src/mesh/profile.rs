@@ -345,7 +345,7 @@ fn one_line(error: &str) -> String {
 }
 
 /// All profiles in use, the ones to try first in front.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profiles(Vec<Profile>);
 
 impl Profiles {
@@ -387,6 +387,12 @@ impl Profiles {
     #[must_use]
     pub fn as_slice(&self) -> &[Profile] {
         &self.0
+    }
+
+    /// The profile of this name.
+    #[must_use]
+    pub fn named(&self, name: &str) -> Option<&Profile> {
+        self.0.iter().find(|profile| *profile.name == *name)
     }
 
     /// The labels and annotations that any of them reads, for a source to keep.

@@ -61,7 +61,11 @@ impl Keeper {
         for (LedgerKey { namespace, mesh }, LedgerSums { count }) in maps.ledger() {
             ledger.insert((text(&namespace).into(), text(&mesh).into()), count);
         }
-        let state = Snapshot { ledger: Arc::new(ledger.clone()), ..Snapshot::default() };
+        let state = Snapshot {
+            ledger: Arc::new(ledger.clone()),
+            profiles: Arc::clone(&profiles),
+            ..Snapshot::default()
+        };
         let (out, snapshots) = watch::channel(state.clone());
         let keeper = Self {
             maps,
@@ -255,6 +259,12 @@ impl Keeper {
         if same_view && same_policy {
             return Ok(None);
         }
+        let before = self.views.insert(id, Arc::new(view.clone()));
+        if same_policy && before.is_some_and(|before| before.without_facts() == view.without_facts()) {
+            // News that changes nothing here, but for those who look at the facts.
+            self.publish();
+            return Ok(None);
+        }
         tracing::info!(
             namespace = %view.namespace, pod = %view.name, mesh = %view.mesh, kind = view.kind.label(),
             reason = view.reason, cgroup = id, proxy_cgroup = view.proxy_cgroup, "pod classified"
@@ -262,14 +272,13 @@ impl Keeper {
         for problem in &view.problems {
             tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "an annotation is malformed");
         }
-        self.views.insert(id, Arc::new(view));
         self.written.insert(id, (policy, exemptions));
         Ok(Some((id, policy, released)))
     }
 
     /// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
     fn remembered_view(&self, uid: PodUid, id: u64) -> PodView {
-        let view = unknown_view(uid, id);
+        let view = PodView::unknown(uid, id);
         let (Some(policy), Some(name)) = (self.maps.policy(id), self.maps.name(id)) else { return view };
         let PodName { namespace, name, mesh } = name;
         PodView {
@@ -379,25 +388,7 @@ fn is_below(parent: &str, path: &str) -> bool {
     path.strip_prefix(parent).is_some_and(|rest| rest.starts_with('/'))
 }
 
-fn unknown_view(uid: PodUid, cgroup: u64) -> PodView {
-    PodView {
-        uid,
-        namespace: "".into(),
-        name: "".into(),
-        mesh: "".into(),
-        cgroup,
-        kind: PodKind::Unknown,
-        reason: "not_classified",
-        unsupported: false,
-        proxy: None,
-        proxy_cgroup: 0,
-        families: [false; 2],
-        problems: Vec::new(),
-        containers: Vec::new(),
-    }
-}
-
-fn view(uid: PodUid, cgroup: u64, facts: &PodFacts, entry: &Entry, membership: &Membership) -> PodView {
+fn view(uid: PodUid, cgroup: u64, facts: &Arc<PodFacts>, entry: &Entry, membership: &Membership) -> PodView {
     let (kind, reason) = desired::kind(membership);
     let meshed = match membership {
         Membership::Meshed(meshed) => Some(&**meshed),
@@ -430,6 +421,8 @@ fn view(uid: PodUid, cgroup: u64, facts: &PodFacts, entry: &Entry, membership: &
         families: meshed.map_or([false; 2], |meshed| [meshed.families.ipv4, meshed.families.ipv6]),
         problems: meshed.map_or_else(Vec::new, |meshed| meshed.problems.iter().map(problem).collect()),
         containers,
+        sandbox: facts.sandbox.as_ref().map(|sandbox| sandbox.id),
+        facts: Some(Arc::clone(facts)),
     }
 }
 

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use nobypass_common::abi::PodCounters;
 use nobypass_common::ids::{COUNTERS, PodKind};
 
+use crate::mesh::Profiles;
+use crate::pods::model::PodFacts;
 use crate::pods::{ContainerId, PodUid};
 
 /// One pod with a cgroup on this node.
@@ -37,6 +39,38 @@ pub struct PodView {
     pub problems: Vec<String>,
     /// Names of containers by cgroup id.
     pub containers: Vec<(u64, Box<str>)>,
+    /// The sandbox; a pod may get another one.
+    pub sandbox: Option<ContainerId>,
+    /// All that the source knows; `None` while only the cgroup is known.
+    pub facts: Option<Arc<PodFacts>>,
+}
+
+impl PodView {
+    /// The same without the facts that it was made of.
+    pub(super) fn without_facts(&self) -> Self {
+        Self { facts: None, ..self.clone() }
+    }
+
+    /// A pod of which only the cgroup is known.
+    pub fn unknown(uid: PodUid, cgroup: u64) -> Self {
+        Self {
+            uid,
+            namespace: "".into(),
+            name: "".into(),
+            mesh: "".into(),
+            cgroup,
+            kind: PodKind::Unknown,
+            reason: "not_classified",
+            unsupported: false,
+            proxy: None,
+            proxy_cgroup: 0,
+            families: [false; 2],
+            problems: Vec::new(),
+            containers: Vec::new(),
+            sandbox: None,
+            facts: None,
+        }
+    }
 }
 
 /// Counters of pods that are gone, by namespace and mesh.
@@ -51,6 +85,8 @@ pub struct Snapshot {
     pub pods: Arc<HashMap<u64, Arc<PodView>>>,
     /// What dead pods counted. Counters never go backwards when a pod dies.
     pub ledger: Arc<Ledger>,
+    /// The profiles in use.
+    pub profiles: Arc<Profiles>,
     /// The pod source has told all it knows once.
     pub synced: bool,
     /// Entries that the maps had no room for.

@@ -1,7 +1,7 @@
 use std::ops::Not;
 
 use super::{super::profile::Profiles, *};
-use crate::pods::model::{PodUid, Role, User};
+use crate::pods::model::{PodUid, User};
 
 const PROXY: &str = "linkerd-proxy";
 const MARKED: [(&str, &str); 2] =
@@ -24,15 +24,12 @@ impl Pod {
             cgroup_parent: None,
         };
         Self(PodFacts {
-            uid: PodUid::parse("72f9a42e-50d3-47ee-8ec7-0bccfb6ea7ae").expect("uid"),
-            static_pod_hash: None,
-            namespace: "default".into(),
-            name: "web".into(),
-            labels: [].into_iter().collect(),
-            annotations: [].into_iter().collect(),
             sandbox: Some(sandbox),
-            containers: Vec::new(),
-            containers_complete: false,
+            ..PodFacts::new(
+                PodUid::parse("72f9a42e-50d3-47ee-8ec7-0bccfb6ea7ae").expect("uid"),
+                "default",
+                "web",
+            )
         })
     }
 
@@ -58,14 +55,10 @@ impl Pod {
         let n = u8::try_from(self.0.containers.len()).expect("few");
         self.0.containers.push(Container {
             id: Some(id(n)),
-            name: name.into(),
-            role: Role::Unknown,
             state,
             exit_code,
-            pid: None,
-            user: None,
-            cgroup: None,
             created_at: i64::from(n),
+            ..Container::new(name)
         });
         self
     }
