@@ -6,4 +6,6 @@ pub mod budget;
 pub mod machine;
 pub mod metrics;
 pub mod policy;
+pub mod proof;
+pub mod repair;
 pub mod subject;
