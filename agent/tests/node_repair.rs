@@ -2,6 +2,7 @@
 //! plugin, called as the runtime would have called it.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests stop at the first surprise")]
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::time::Duration;
 
@@ -96,7 +97,8 @@ async fn a_pod_that_started_before_the_plugin_is_repaired_by_it() {
             (&json!(pod.spec.name), &json!(pod.spec.uid), &json!(pod.sandbox), &json!(pod.netns)),
         );
     }
-    let keys = |call: &Value| call["prevResult"].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    let keys =
+        |call: &Value| call["prevResult"].as_object().unwrap().keys().cloned().collect::<BTreeSet<_>>();
     assert_eq!(keys(repaired), keys(started));
     node.stop().unwrap();
 }
