@@ -5,14 +5,14 @@
 
 mod follow;
 mod keep;
+mod policy;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use nobypass_common::abi::{CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, Config as KernelConfig};
-use nobypass_common::ids::{Mode, UnknownPolicy};
+use nobypass_common::abi::Config as KernelConfig;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
@@ -22,6 +22,7 @@ use self::follow::{
     ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs, watch_source,
 };
 use self::keep::{follow_parents, keep_alive, show_hooks};
+use self::policy::{follow_policy, kept_keys};
 use crate::bpf::events::Ring;
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Kernel, Maps, Options, Parent, selftest};
@@ -30,15 +31,16 @@ use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
 use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
 use crate::cni;
-use crate::config::{Config, InboundFlag, NonTcpFlag};
+use crate::config::Config;
 use crate::detect;
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
+use crate::pods::model::Keys;
 use crate::pods::source::PodUpdate;
 use crate::pods::source::cri::{CriOptions, CriSource, endpoint};
-use crate::policy::Keeper;
-use crate::policy::desired::Wishes;
-use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
+use crate::policy::reload::{Loader, PolicyError};
+use crate::policy::{Effective, Keeper, PolicyState};
+use crate::server::{Context, Health, SocketFile, bind_socket, serve};
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
 
@@ -71,6 +73,9 @@ pub enum AppError {
     #[error(transparent)]
     Profiles(#[from] ProfileError),
     /// See the kind.
+    #[error("--policy: {0}")]
+    Policy(#[from] PolicyError),
+    /// See the kind.
     #[error("--log: {0}")]
     Log(#[from] BadFilter),
     /// See the kind.
@@ -96,9 +101,12 @@ impl AppError {
         match self {
             Self::Bpf(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
-            Self::Cni(_) | Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => {
-                Exit::Usage
-            }
+            Self::Cni(_)
+            | Self::Parent(_)
+            | Self::Profiles(_)
+            | Self::Policy(_)
+            | Self::Log(_)
+            | Self::Endpoint(_) => Exit::Usage,
             Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
             Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
@@ -116,6 +124,8 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         Some(path) => Profiles::load(path)?,
         None => Profiles::built_in(),
     };
+    let loader = Loader::start(config, profiles)?;
+    tracing::info!(policy = ?loader.state().effective, file = ?config.policy, "policy");
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
@@ -133,13 +143,12 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
     let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
-    let agent = Agent { config, profiles: Arc::new(profiles), endpoint, root, level, cni_metrics };
-    runtime.block_on(agent.run(cni))
+    let agent = Agent { config, endpoint, root, level, cni_metrics };
+    runtime.block_on(agent.run(cni, loader))
 }
 
 struct Agent<'a> {
     config: &'a Config,
-    profiles: Arc<Profiles>,
     endpoint: Option<PathBuf>,
     root: CgroupRoot,
     level: telemetry::LevelHandle,
@@ -152,7 +161,7 @@ type Ended = (&'static str, Result<(), String>);
 
 impl Agent<'_> {
     /// The CNI half starts first, since it needs nothing else, and ends last: what is under way is finished.
-    async fn run(self, cni: Option<cni::run::Settings>) -> Result<(), AppError> {
+    async fn run(self, cni: Option<cni::run::Settings>, loader: Loader) -> Result<(), AppError> {
         let (stop, stopping) = watch::channel(false);
         let metrics = self.cni_metrics.clone().unwrap_or_default();
         let mut half = cni.map(|mut settings| {
@@ -166,7 +175,7 @@ impl Agent<'_> {
             }
         };
         let ended = tokio::select! {
-            ended = self.work() => ended,
+            ended = self.work(loader) => ended,
             ended = half_ends => return Err(match ended {
                 Ok(Err(cni::run::RunError::Contract(error))) => AppError::Cni(error),
                 Ok(Err(error)) => AppError::Task { task: "cni", why: format!(": {error}") },
@@ -183,7 +192,7 @@ impl Agent<'_> {
         ended
     }
 
-    async fn work(&self) -> Result<(), AppError> {
+    async fn work(&self, loader: Loader) -> Result<(), AppError> {
         let stop = stop_signal()?;
         tokio::pin!(stop);
         let mut tasks: JoinSet<Ended> = JoinSet::new();
@@ -200,6 +209,7 @@ impl Agent<'_> {
             snapshots: OnceLock::new(),
             reports,
             tracker: OnceLock::new(),
+            policy: OnceLock::new(),
             set_mode,
             level: self.level.clone(),
         });
@@ -210,8 +220,14 @@ impl Agent<'_> {
             () = &mut stop => return Ok(()),
         };
         health.done("pod-cgroups");
-        let parts = self.start(&parents, &context).await?;
-        self.spawn(&mut tasks, parts, parents, mode_changes, &context)?;
+        let (told, policy) = watch::channel(loader.state().clone());
+        let _ = context.policy.set(policy.clone());
+        let parts = self.start(&parents, &context, policy).await?;
+        let keys = kept_keys(loader.state());
+        let (apply, changes) = mpsc::channel(1);
+        let health = Arc::clone(&context.health);
+        tasks.spawn(follow_policy(loader, told, keys.clone(), mode_changes, apply, health));
+        self.spawn(&mut tasks, parts, parents, (keys, changes), &context)?;
         tokio::select! {
             () = &mut stop => {
                 tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
@@ -268,11 +284,12 @@ impl Agent<'_> {
         &self,
         parents: &[PodParent],
         context: &Context,
+        policy: watch::Receiver<PolicyState>,
     ) -> Result<(Kernel, Keeper, Option<ProgramLog>), AppError> {
         let options = Options {
             dir: self.config.bpf_dir.clone(),
             max_pods: self.config.max_pods,
-            config: kernel_config(self.config),
+            config: kernel_config(&policy.borrow().effective),
         };
         let places = parents.to_vec();
         let parents: Vec<Parent> = parents.iter().map(parent).collect();
@@ -283,11 +300,10 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         tracing::info!(
             parents = ?parents.iter().map(|parent| &parent.below_root).collect::<Vec<_>>(),
-            adopted = kernel.adopted(), mode = ?self.config.mode, "attached"
+            adopted = kernel.adopted(), mode = ?policy.borrow().effective.mode, "attached"
         );
         // Entries of pods that died while no agent ran must not leave the canary without room.
-        let (mut keeper, snapshots) =
-            Keeper::new(Maps::open(&dir)?, places, Arc::clone(&self.profiles), wishes(self.config));
+        let (mut keeper, snapshots) = Keeper::new(Maps::open(&dir)?, places, policy);
         keeper.rescan()?;
         let _ = context.snapshots.set(snapshots);
         let mut maps = Maps::open(&dir)?;
@@ -313,7 +329,7 @@ impl Agent<'_> {
         tasks: &mut JoinSet<Ended>,
         (kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
-        mode_changes: mpsc::Receiver<SetMode>,
+        (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
@@ -335,7 +351,8 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let mut options = CriOptions::new(self.profiles.keys(), self.profiles.container_names());
+        let container_names = snapshots.borrow().profiles.container_names();
+        let mut options = CriOptions::new(keys, container_names);
         options.endpoint.clone_from(&self.endpoint);
         let (source, state) = CriSource::new(options);
         tasks.spawn(async move {
@@ -358,7 +375,7 @@ impl Agent<'_> {
         });
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
+        tasks.spawn(keep_alive(kernel, parents.clone(), changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
@@ -378,27 +395,10 @@ async fn bind_patiently(path: &Path) -> std::io::Result<(UnixListener, SocketFil
 }
 
 /// The programs' settings, but for the parents.
-fn kernel_config(config: &Config) -> KernelConfig {
-    let mut flags = 0;
-    if config.non_tcp != NonTcpFlag::Ignore || config.quic != NonTcpFlag::Ignore {
-        flags |= CONFIG_JUDGE_NON_TCP;
-    }
-    if config.inbound == InboundFlag::Audit {
-        flags |= CONFIG_INBOUND;
-    }
-    KernelConfig {
-        mode: Mode::from(config.mode).code(),
-        unknown_policy: UnknownPolicy::from(config.unknown_pods).code(),
-        flags,
-        hold_ns: u64::from(config.hold_ms) * 1_000_000,
-        event_rate: config.event_rate,
-        event_burst: config.event_rate.saturating_mul(3),
-        ..KernelConfig::default()
-    }
-}
-
-fn wishes(config: &Config) -> Wishes {
-    Wishes { drop_non_tcp: config.non_tcp == NonTcpFlag::Drop, drop_quic: config.quic == NonTcpFlag::Drop }
+fn kernel_config(policy: &Effective) -> KernelConfig {
+    let mut config = KernelConfig::default();
+    policy.kernel(&mut config);
+    config
 }
 
 /// What the kernel half needs to know of a parent.

@@ -73,12 +73,14 @@ pub enum InboundFlag {
     Off,
     /// Counted and reported
     Audit,
+    /// Counted and reported, and dropped where the mode is enforce
+    Enforce,
 }
 
 /// Arguments of `nobypass agent`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Config {
-    /// What happens to a bypass; `nobypass mode` changes it while the agent runs
+    /// What happens to a bypass, unless --policy says; `nobypass mode` changes it while the agent runs
     #[arg(long, env = "NOBYPASS_MODE", value_enum, default_value = "audit")]
     pub mode: ModeFlag,
     /// What happens to connections of pods that nobody has classified yet
@@ -96,6 +98,10 @@ pub struct Config {
     /// Connections that reach a meshed pod's application past its proxy
     #[arg(long, env = "NOBYPASS_INBOUND", value_enum, default_value = "audit")]
     pub inbound: InboundFlag,
+    /// File with what may change while the agent runs (see deploy/policy.example.yaml); read again when it changes.
+    /// Where it says nothing, these flags hold
+    #[arg(long, env = "NOBYPASS_POLICY", value_name = "FILE")]
+    pub policy: Option<PathBuf>,
     /// Where facts about pods come from
     #[arg(long, env = "NOBYPASS_PODS", value_enum, default_value = "cri")]
     pub pods: PodsFlag,

@@ -14,7 +14,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use axum::{Json, Router};
-use nobypass_common::ids::Mode;
+use nobypass_common::ids::{Mode, PodKind};
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
@@ -22,12 +22,16 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use crate::bpf::Maps;
 use crate::detect;
 use crate::detect::report::Report;
-use crate::policy::Snapshot;
+use crate::policy::effective::Source;
+use crate::policy::{PodView, PolicyState, Snapshot};
 use crate::status::{self, HookStatus};
 use crate::telemetry::LevelHandle;
 
 /// Default of `--socket`.
 pub const DEFAULT_SOCKET: &str = "/run/nobypass/agent.sock";
+
+/// In place of a mode: what was set by hand ends.
+pub const BY_POLICY: &str = "policy";
 
 /// Labels of [`Channel`], in its order.
 const CHANNELS: [&str; 2] = ["events", "cgroups"];
@@ -45,6 +49,7 @@ pub enum Channel {
 #[derive(Debug, Default)]
 pub struct Health {
     pending: Mutex<BTreeMap<&'static str, String>>,
+    notes: Mutex<BTreeMap<&'static str, String>>,
     hooks: Mutex<Vec<HookStatus>>,
     dropped: [AtomicU64; CHANNELS.len()],
 }
@@ -64,6 +69,22 @@ impl Health {
     pub fn pending(&self) -> Vec<String> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         pending.iter().map(|(what, why)| format!("{what}: {why}")).collect()
+    }
+
+    /// Something is to be known that keeps nobody from working.
+    pub fn note(&self, what: &'static str, text: impl Into<String>) {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).insert(what, text.into());
+    }
+
+    /// It is over.
+    pub fn note_done(&self, what: &'static str) {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).remove(what);
+    }
+
+    /// What is to be known.
+    pub fn notes(&self) -> Vec<String> {
+        let notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.iter().map(|(what, text)| format!("{what}: {text}")).collect()
     }
 
     /// Sets the hooks' state.
@@ -100,11 +121,11 @@ impl Health {
     }
 }
 
-/// A change that the one writer of the settings shall make.
+/// The node's mode, set by hand.
 #[derive(Debug)]
 pub struct SetMode {
-    /// The new mode.
-    pub mode: Mode,
+    /// The new mode; `None`: what the policy says.
+    pub mode: Option<Mode>,
     /// Told when it holds, or why not.
     pub done: oneshot::Sender<Result<(), String>>,
 }
@@ -124,7 +145,9 @@ pub struct Context {
     pub reports: broadcast::Sender<Arc<Report>>,
     /// Verdicts, and where to send what was found of pods.
     pub tracker: OnceLock<detect::tracker::Handle>,
-    /// To the writer of the settings.
+    /// What holds.
+    pub policy: OnceLock<watch::Receiver<PolicyState>>,
+    /// To whoever decides on the settings.
     pub set_mode: mpsc::Sender<SetMode>,
     /// The log's level.
     pub level: LevelHandle,
@@ -144,7 +167,8 @@ pub fn private(context: Arc<Context>) -> Router {
     Router::new()
         .route("/v1/status", get(node_status))
         .route("/v1/events", get(events))
-        .route("/v1/mode", put(set_mode))
+        .route("/v1/mode", put(set_mode).get(node_mode))
+        .route("/v1/policy", get(policy))
         .route("/v1/log-level", put(log_level))
         .with_state(Arc::clone(&context))
         .merge(public(context))
@@ -152,10 +176,11 @@ pub fn private(context: Arc<Context>) -> Router {
 
 async fn readyz(State(context): State<Arc<Context>>) -> Response {
     let pending = context.health.pending();
+    let notes: String = context.health.notes().iter().map(|note| format!("note: {note}\n")).collect();
     if pending.is_empty() {
-        return "ready\n".into_response();
+        return format!("ready\n{notes}").into_response();
     }
-    (StatusCode::SERVICE_UNAVAILABLE, format!("not ready\n{}\n", pending.join("\n"))).into_response()
+    (StatusCode::SERVICE_UNAVAILABLE, format!("not ready\n{}\n{notes}", pending.join("\n"))).into_response()
 }
 
 async fn metrics(State(context): State<Arc<Context>>) -> Response {
@@ -181,6 +206,7 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
     match status::read(maps, context.health.hooks(), Some(&snapshot)) {
         Ok(mut status) => {
             status.agent.pending = context.health.pending();
+            status.agent.notes = context.health.notes();
             Json(status).into_response()
         }
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
@@ -206,16 +232,57 @@ async fn events(State(context): State<Arc<Context>>) -> Response {
 
 async fn set_mode(State(context): State<Arc<Context>>, body: String) -> Response {
     let wanted = body.trim();
-    let Some(mode) = Mode::ALL.iter().find(|mode| mode.label() == wanted) else {
-        return (StatusCode::BAD_REQUEST, format!("{wanted:?} is no mode: off, audit or enforce\n"))
-            .into_response();
-    };
+    let mode = Mode::ALL.iter().find(|mode| mode.label() == wanted).copied();
+    if mode.is_none() && wanted != BY_POLICY {
+        let says =
+            format!("{wanted:?} is no mode: off, audit, enforce, or {BY_POLICY} for what the policy says\n");
+        return (StatusCode::BAD_REQUEST, says).into_response();
+    }
     let (done, result) = oneshot::channel();
-    let sent = context.set_mode.send(SetMode { mode: *mode, done }).await;
+    let sent = context.set_mode.send(SetMode { mode, done }).await;
     match (sent, result.await) {
-        (Ok(()), Ok(Ok(()))) => format!("{}\n", mode.label()).into_response(),
+        (Ok(()), Ok(Ok(()))) => mode_now(&context).into_response(),
         (Ok(()), Ok(Err(why))) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{why}\n")).into_response(),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping\n").into_response(),
+    }
+}
+
+/// The node's mode and where it comes from, in a line; and who has another one.
+fn mode_now(context: &Context) -> String {
+    let Some(policy) = context.policy.get() else { return String::new() };
+    let effective = Arc::clone(&policy.borrow().effective);
+    let mode = Mode::from(effective.mode).label();
+    let own = context.snapshots.get().map_or(0, |snapshots| {
+        let pods = Arc::clone(&snapshots.borrow().pods);
+        let own = |view: &&Arc<PodView>| {
+            view.kind == PodKind::Meshed && view.choice.as_ref().is_some_and(|choice| choice.own.is_some())
+        };
+        pods.values().filter(own).count()
+    });
+    let mut text = format!("{mode}\n");
+    if effective.mode_source == Source::Hand {
+        let without = Mode::from(effective.mode_without_hand).label();
+        text.push_str(&format!(
+            "set by hand: holds until the policy file changes, the agent starts anew, or `nobypass mode {BY_POLICY}`, \
+             which makes it {without}\n"
+        ));
+    }
+    if own > 0 {
+        text.push_str(&format!(
+            "{own} meshed pods have a mode of their own and keep it, see `nobypass status`\n"
+        ));
+    }
+    text
+}
+
+async fn node_mode(State(context): State<Arc<Context>>) -> Response {
+    mode_now(&context).into_response()
+}
+
+async fn policy(State(context): State<Arc<Context>>) -> Response {
+    match context.policy.get() {
+        Some(policy) => Json(policy.borrow().shown()).into_response(),
+        None => (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response(),
     }
 }
 
@@ -323,6 +390,7 @@ mod tests {
             snapshots: OnceLock::new(),
             reports: reports.clone(),
             tracker: OnceLock::new(),
+            policy: OnceLock::new(),
             set_mode,
             level,
         };

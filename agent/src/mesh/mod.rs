@@ -3,6 +3,7 @@
 pub mod exempt;
 mod grammar;
 mod linkerd;
+mod merge;
 pub mod profile;
 pub mod recognise;
 

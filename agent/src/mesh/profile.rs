@@ -1,7 +1,6 @@
 //! What a mesh profile is, and where profiles come from.
 
 use std::{
-    collections::BTreeSet,
     fs, io,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -278,7 +277,7 @@ impl Profile {
         markers.chain(rules.into_iter().filter_map(Option::as_deref)).chain(ids)
     }
 
-    fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), String> {
         let Containers { proxy, init: _, validator: _ } = &self.containers;
         let Recognise { any, .. } = &self.recognise;
         if self.name.is_empty()
@@ -346,7 +345,7 @@ fn one_line(error: &str) -> String {
 
 /// All profiles in use, the ones to try first in front.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Profiles(Vec<Profile>);
+pub struct Profiles(pub(super) Vec<Profile>);
 
 impl Profiles {
     /// The built-in profiles.
@@ -368,31 +367,16 @@ impl Profiles {
 
     fn parse(path: &Path, text: &str) -> Result<Self, ProfileError> {
         let parse = |reason: String| ProfileError::Parse { path: path.into(), reason };
-        let File { mut profiles } =
+        let File { profiles } =
             serde_saphyr::from_str(text).map_err(|error| parse(one_line(&error.to_string())))?;
-        let mut names = BTreeSet::new();
-        for profile in &profiles {
-            let invalid =
-                |reason| ProfileError::Invalid { path: path.into(), name: profile.name.clone(), reason };
-            profile.check().map_err(invalid)?;
-            if !names.insert(profile.name.clone()) {
-                return Err(invalid("there are two of this name".to_owned()));
-            }
-        }
-        profiles.extend(Self::built_in().0.into_iter().filter(|built_in| !names.contains(&built_in.name)));
-        Ok(Self(profiles))
+        let invalid = |(name, reason)| ProfileError::Invalid { path: path.into(), name, reason };
+        Self::built_in().preceded_by(profiles).map_err(invalid)
     }
 
     /// The profiles in the order in which they are tried.
     #[must_use]
     pub fn as_slice(&self) -> &[Profile] {
         &self.0
-    }
-
-    /// The profile of this name.
-    #[must_use]
-    pub fn named(&self, name: &str) -> Option<&Profile> {
-        self.0.iter().find(|profile| *profile.name == *name)
     }
 
     /// The labels and annotations that any of them reads, for a source to keep.

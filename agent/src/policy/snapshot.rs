@@ -6,6 +6,8 @@ use std::sync::Arc;
 use nobypass_common::abi::PodCounters;
 use nobypass_common::ids::{COUNTERS, PodKind};
 
+use super::effective::Traffic;
+use super::mode::Choice;
 use crate::mesh::Profiles;
 use crate::pods::model::PodFacts;
 use crate::pods::{ContainerId, PodUid};
@@ -41,6 +43,10 @@ pub struct PodView {
     pub containers: Vec<(u64, Box<str>)>,
     /// The sandbox; a pod may get another one.
     pub sandbox: Option<ContainerId>,
+    /// The mode and where it comes from, as soon as the pod is classified.
+    pub choice: Option<Choice>,
+    /// Other things that hold for it, likewise.
+    pub traffic: Option<Traffic>,
     /// All that the source knows; `None` while only the cgroup is known.
     pub facts: Option<Arc<PodFacts>>,
 }
@@ -68,6 +74,8 @@ impl PodView {
             problems: Vec::new(),
             containers: Vec::new(),
             sandbox: None,
+            choice: None,
+            traffic: None,
             facts: None,
         }
     }
@@ -89,6 +97,12 @@ pub struct Snapshot {
     pub profiles: Arc<Profiles>,
     /// The pod source has told all it knows once.
     pub synced: bool,
+    /// The policy that this was decided by.
+    pub policy_revision: u64,
+    /// How often a pod asked for a mode that it is not allowed to choose.
+    pub overrides_refused: u64,
+    /// Entries that another writer had changed meanwhile.
+    pub conflicts: u64,
     /// Entries that the maps had no room for.
     pub without_entry: u64,
 }
