@@ -153,9 +153,7 @@ async fn what_cannot_be_repaired_is_refused_with_the_reason() {
     assert!(error.to_string().contains("no result of this pod's sandbox"), "{error}");
 
     // A cache that somebody emptied.
-    let cached = fs::read_dir(node.cni_cache_dir().join("results")).unwrap().flatten();
-    let cached =
-        cached.map(|file| file.path()).find(|path| path.to_string_lossy().contains(&pod.sandbox)).unwrap();
+    let cached = node.cni_cache_dir().join(format!("results/node-net-{}-eth0", pod.sandbox));
     let text = fs::read_to_string(&cached).unwrap();
     fs::write(&cached, text.replace("\"node-net\"", "\"other-net\"")).unwrap();
     let error = repairer.repair(&patient(&pod), LIMIT).await.unwrap_err();
