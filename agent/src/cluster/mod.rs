@@ -1,5 +1,8 @@
 //! The connection to the Kubernetes API server, shared by everything that talks to it. Knows nothing of eBPF or CNI.
 
+pub mod access;
+pub mod events;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 

@@ -1,8 +1,10 @@
 //! The node gate: tells the cluster when this node is safe for meshed pods.
 //!
-//! [`gate`] decides from plain values, [`desired`] compares that with the Node object; the rest carries it out.
+//! [`gate`] decides from plain values, [`desired`] compares that with the Node object; [`apply`] carries it out.
 
+pub mod apply;
 pub mod desired;
 pub mod gate;
+pub mod metrics;
 pub mod object;
 pub mod started;

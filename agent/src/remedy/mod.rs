@@ -3,6 +3,7 @@
 //! [`machine`] decides from plain values, [`budget`] keeps it from storms; the rest carries out what they decide.
 
 pub mod budget;
+pub mod kube;
 pub mod machine;
 pub mod metrics;
 pub mod policy;
