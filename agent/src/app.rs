@@ -4,23 +4,23 @@
 //! silently. The pins stay: enforcement goes on without an agent.
 
 mod follow;
+mod gate;
 mod keep;
+mod permissions;
+pub mod pods;
 mod policy;
+mod remedies;
 
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use nobypass_common::abi::Config as KernelConfig;
-use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::follow::{
-    ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs, watch_source,
-};
+use self::follow::{ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs};
 use self::keep::{follow_parents, keep_alive, show_hooks};
 use self::policy::{follow_policy, kept_keys};
 use crate::bpf::events::Ring;
@@ -30,26 +30,24 @@ use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
 use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
 use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
+use crate::cluster::access::Permissions;
 use crate::cni;
 use crate::config::Config;
 use crate::detect;
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
-use crate::pods::model::Keys;
+use crate::pods::model::{Keys, Wanted};
 use crate::pods::source::PodUpdate;
-use crate::pods::source::cri::{CriOptions, CriSource, endpoint};
+use crate::pods::source::cri::endpoint;
 use crate::policy::reload::{Loader, PolicyError};
 use crate::policy::{Effective, Keeper, PolicyState};
-use crate::server::{Context, Health, SocketFile, bind_socket, serve};
+use crate::server::listen::{ListenError, listen};
+use crate::server::{Context, Health, serve};
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
 
 /// How often missing pod cgroups are looked for.
 const WAIT: Duration = Duration::from_secs(1);
-/// How often, and how long, a socket in use is waited for.
-const SOCKET_TRIES: u32 = 10;
-/// See [`SOCKET_TRIES`].
-const SOCKET_PAUSE: Duration = Duration::from_millis(50);
 /// How long the CNI half may take to finish what is under way; a pod gets 30 s to end.
 const CNI_END: Duration = Duration::from_secs(20);
 /// Cgroup events on their way to the keeper.
@@ -83,10 +81,16 @@ pub enum AppError {
     Endpoint(#[from] endpoint::EndpointError),
     /// See the kind.
     #[error(transparent)]
+    Gate(#[from] gate::GateError),
+    /// See the kind.
+    #[error(transparent)]
     Cni(cni::install::ContractError),
+    /// See the kind.
+    #[error(transparent)]
+    Pods(#[from] pods::PodsError),
     /// Binding an address or socket failed.
-    #[error("cannot listen on {at}: {source}; {remedy}")]
-    Listen { at: String, source: std::io::Error, remedy: &'static str },
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// The runtime or a signal handler could not be set up.
     #[error("cannot {what}: {source}")]
     System { what: &'static str, source: std::io::Error },
@@ -100,15 +104,17 @@ impl AppError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Bpf(error) => error.exit(),
+            Self::Pods(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
             Self::Cni(_)
+            | Self::Gate(_)
             | Self::Parent(_)
             | Self::Profiles(_)
             | Self::Policy(_)
             | Self::Log(_)
             | Self::Endpoint(_) => Exit::Usage,
-            Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
-            Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
+            Self::Listen(error) => error.exit(),
+            Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
 }
@@ -127,6 +133,8 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
     let loader = Loader::start(config, profiles)?;
     tracing::info!(policy = ?loader.state().effective, file = ?config.policy, "policy");
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
+    let plan = pods::plan(config)?;
+    gate::check(&config.gate, cni.is_some(), plan.node().is_some())?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
     // Before the kubelet is waited for: what is missing is to be known now.
@@ -143,17 +151,25 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
     let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
-    let agent = Agent { config, endpoint, root, level, cni_metrics };
-    runtime.block_on(agent.run(cni, loader))
+    let desk = cni.as_ref().map(|settings| settings.desk.clone());
+    runtime.block_on(async {
+        let cluster = pods::connect(&plan, config).await?;
+        Agent { config, endpoint, plan, cluster, root, level, cni_metrics, desk }.run(cni, loader).await
+    })
 }
 
 struct Agent<'a> {
     config: &'a Config,
     endpoint: Option<PathBuf>,
+    plan: pods::Plan,
+    /// The API server, where there is one.
+    cluster: Option<kube::Client>,
     root: CgroupRoot,
     level: telemetry::LevelHandle,
     /// What the CNI half counts, if it runs.
     cni_metrics: Option<cni::metrics::Metrics>,
+    /// Where it shows its state.
+    desk: Option<cni::desk::Desk>,
 }
 
 /// How a task ended: its name, and its error if it was one.
@@ -212,9 +228,28 @@ impl Agent<'_> {
             policy: OnceLock::new(),
             set_mode,
             level: self.level.clone(),
+            cni: self.desk.clone(),
         });
         // Goes when this function ends, however it ends.
-        let _socket = self.listen(&mut tasks, &context).await?;
+        let config = self.config;
+        let (tcp, unix, _socket) = listen(config.metrics_addr, Some(&config.socket)).await?;
+        let serving = Arc::clone(&context);
+        tasks.spawn(
+            async move { ("server", serve(tcp, unix, serving).await.map_err(|error| error.to_string())) },
+        );
+        let remedies = config.remedies.remedies();
+        let permissions =
+            permissions::spawn(&mut tasks, self.cluster.as_ref(), (&config.gate, &remedies), &health);
+        let place = gate::Place {
+            args: &config.gate,
+            desk: self.desk.as_ref(),
+            cluster: self.cluster.clone().zip(self.plan.node()),
+            permissions: &permissions,
+            socket: &config.socket,
+            health: &health,
+        };
+        // Before anything is waited for: what another boot left open is to be closed first.
+        let gate = gate::spawn(&mut tasks, place);
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
@@ -227,7 +262,7 @@ impl Agent<'_> {
         let (apply, changes) = mpsc::channel(1);
         let health = Arc::clone(&context.health);
         tasks.spawn(follow_policy(loader, told, keys.clone(), mode_changes, apply, health));
-        self.spawn(&mut tasks, parts, parents, (keys, changes), &context)?;
+        self.spawn(&mut tasks, parts, parents, (keys, changes), &context, (gate, permissions))?;
         tokio::select! {
             () = &mut stop => {
                 tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
@@ -239,44 +274,6 @@ impl Agent<'_> {
                 Err(error) => AppError::Task { task: "?", why: format!(": {error}") },
             }),
         }
-    }
-
-    async fn listen(
-        &self,
-        tasks: &mut JoinSet<Ended>,
-        context: &Arc<Context>,
-    ) -> Result<SocketFile, AppError> {
-        let socket = &self.config.socket;
-        let (unix, file) = bind_patiently(socket).await.map_err(|source| AppError::Listen {
-            at: socket.display().to_string(),
-            remedy: match source.kind() {
-                ErrorKind::AddrInUse => {
-                    "another agent answers on it: stop it, or give this one another --socket"
-                }
-                ErrorKind::AlreadyExists => "it is not a socket: remove it, or give another --socket",
-                ErrorKind::PermissionDenied => "run as root, or give another --socket",
-                _ => "give another --socket",
-            },
-            source,
-        })?;
-        let tcp = match self.config.metrics_addr.0 {
-            None => None,
-            Some(address) => Some(TcpListener::bind(address).await.map_err(|source| AppError::Listen {
-                at: address.to_string(),
-                remedy: match source.kind() {
-                    ErrorKind::AddrInUse => {
-                        "another process has the port: stop it, or give another --metrics-addr (or none)"
-                    }
-                    _ => "give another --metrics-addr (or none)",
-                },
-                source,
-            })?),
-        };
-        let context = Arc::clone(context);
-        tasks.spawn(
-            async move { ("server", serve(tcp, unix, context).await.map_err(|error| error.to_string())) },
-        );
-        Ok(file)
     }
 
     /// Loads and attaches, proves the effect, opens what the server reads.
@@ -331,16 +328,13 @@ impl Agent<'_> {
         parents: Vec<PodParent>,
         (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
+        (gate, permissions): (gate::Parts, Permissions),
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let _ = context.registry.set(metrics::registry(
-            &dir,
-            snapshots.clone(),
-            Arc::clone(&health),
-            self.cni_metrics.as_ref(),
-        )?);
+        let mut registry =
+            metrics::registry(&dir, snapshots.clone(), Arc::clone(&health), self.cni_metrics.as_ref())?;
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -351,22 +345,42 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let container_names = snapshots.borrow().profiles.container_names();
-        let mut options = CriOptions::new(keys, container_names);
-        options.endpoint.clone_from(&self.endpoint);
-        let (source, state) = CriSource::new(options);
-        tasks.spawn(async move {
-            source.run(nudges, updates).await;
-            ("pods", Ok(()))
-        });
+        let mut wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
+        wanted.keys.extend([crate::remedy::kube::LABEL]);
+        let (client, endpoint) = (self.cluster.as_ref(), self.endpoint.as_ref());
+        let states = pods::spawn(tasks, &self.plan, client, endpoint, &wanted, nudges, updates);
+        registry.register_collector(Box::new(states.clone()));
+        gate.register(&mut registry);
+        permissions.register(&mut registry);
+        let remedy_metrics = remedies::metrics(&mut registry);
+        let _ = context.registry.set(registry);
         tasks.spawn(async move {
             ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
         });
-        tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
+        tasks.spawn(pods::watch_sources(states, snapshots.clone(), Arc::clone(&health)));
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
         let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
+        let place = remedies::Place {
+            limits: self.config.remedies.remedies(),
+            desk: self.desk.as_ref(),
+            endpoint: self.endpoint.clone(),
+            client: self.cluster.clone(),
+            events: gate.events.clone(),
+            permissions: &permissions,
+            gate: gate.open.clone(),
+            states: handle.states.clone(),
+            proof: Arc::new(remedies::KernelProof {
+                maps: Maps::open(&dir)?,
+                findings: handle.findings.clone(),
+            }),
+            metrics: remedy_metrics,
+        };
+        remedies::spawn(tasks, place);
+        if let Some(desk) = &self.desk {
+            tasks.spawn(gate::follow_started(desk.summary(), snapshots.clone(), gate.started()));
+        }
         let _ = context.tracker.set(handle);
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
@@ -379,19 +393,6 @@ impl Agent<'_> {
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
-}
-
-/// As [`bind_socket`], waiting a moment for a socket that answers: an agent that was just killed may have a child that
-/// has not run its program yet and holds the socket until then.
-async fn bind_patiently(path: &Path) -> std::io::Result<(UnixListener, SocketFile)> {
-    for _ in 0..SOCKET_TRIES {
-        match bind_socket(path) {
-            Err(error) if error.kind() == ErrorKind::AddrInUse => {}
-            other => return other,
-        }
-        tokio::time::sleep(SOCKET_PAUSE).await;
-    }
-    bind_socket(path)
 }
 
 /// The programs' settings, but for the parents.

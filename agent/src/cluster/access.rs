@@ -1,10 +1,18 @@
 //! Whether the service account may do what a feature needs: asked before the feature is relied upon.
 
+use std::collections::BTreeSet;
+use std::time::Duration;
+
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec,
 };
-use kube::api::{Api, PostParams};
 use kube::Client;
+use kube::api::{Api, PostParams};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::sync::watch;
 
 /// Something that needs permissions of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -74,7 +82,9 @@ impl Feature {
                 Permission("create", "events.k8s.io", "events", ""),
                 Permission("patch", "events.k8s.io", "events", ""),
             ],
-            Self::GateCondition => &[WATCH_NODE[0], WATCH_NODE[1], Permission("patch", "", "nodes", "status")],
+            Self::GateCondition => {
+                &[WATCH_NODE[0], WATCH_NODE[1], Permission("patch", "", "nodes", "status")]
+            }
             Self::GateLabel | Self::GateTaint => {
                 &[WATCH_NODE[0], WATCH_NODE[1], Permission("patch", "", "nodes", "")]
             }
@@ -117,6 +127,85 @@ pub async fn missing(client: &Client, feature: Feature) -> Result<Vec<Permission
     Ok(missing)
 }
 
+/// What of the wanted features is allowed: asked at the start, and again now and then while something is missing.
+#[derive(Clone, Debug)]
+pub struct Permissions {
+    off: watch::Receiver<BTreeSet<Feature>>,
+    metrics: Family<Labels, Gauge>,
+}
+
+/// Labels of the metric.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Labels {
+    feature: &'static str,
+}
+
+/// Asked again so soon while the API server does not answer.
+const RETRY: Duration = Duration::from_secs(10);
+/// What is missing is asked for again after this.
+const AGAIN: Duration = Duration::from_secs(600);
+
+impl Permissions {
+    /// Everything is allowed: nobody was asked.
+    pub fn unasked() -> (Self, watch::Sender<BTreeSet<Feature>>) {
+        let (sender, off) = watch::channel(BTreeSet::new());
+        (Self { off, metrics: Family::default() }, sender)
+    }
+
+    /// Adds the metric to a registry, which gives the prefix.
+    pub fn register(&self, registry: &mut Registry) {
+        let help = "1 while the service account may do what a feature needs, 0 while the feature is off for want of it";
+        registry.register("permission", help, self.metrics.clone());
+    }
+
+    /// The features that are off.
+    pub fn off(&self) -> watch::Receiver<BTreeSet<Feature>> {
+        self.off.clone()
+    }
+
+    /// Asks for what is `wanted` until nobody wants to know; `tell` is called with each change of a feature and what to say
+    /// of it if it is off.
+    pub async fn follow(
+        self,
+        client: Client,
+        wanted: Vec<Feature>,
+        off: watch::Sender<BTreeSet<Feature>>,
+        tell: impl Fn(Feature, Option<String>),
+    ) {
+        let mut open: BTreeSet<Feature> = wanted.into_iter().collect();
+        while !open.is_empty() {
+            let mut pause = AGAIN;
+            for feature in open.clone() {
+                let missing = match missing(&client, feature).await {
+                    Ok(missing) => missing,
+                    Err(error) => {
+                        tracing::debug!(%error, feature = feature.label(), "cannot ask for permissions, trying again");
+                        pause = RETRY;
+                        continue;
+                    }
+                };
+                let allowed = missing.is_empty();
+                self.metrics.get_or_create(&Labels { feature: feature.label() }).set(i64::from(allowed));
+                if allowed {
+                    open.remove(&feature);
+                }
+                let changed = off
+                    .send_if_modified(|off| if allowed { off.remove(&feature) } else { off.insert(feature) });
+                if changed {
+                    let sentence = (!allowed).then(|| sentence(feature, &missing));
+                    if let Some(sentence) = &sentence {
+                        tracing::warn!("{sentence}");
+                    }
+                    tell(feature, sentence);
+                }
+            }
+            tokio::time::sleep(pause).await;
+        }
+        // What is off never changes any more; nobody must take that for an end.
+        off.closed().await;
+    }
+}
+
 /// What to tell of missing permissions.
 pub fn sentence(feature: Feature, missing: &[Permission]) -> String {
     let missing: Vec<String> = missing.iter().map(ToString::to_string).collect();
@@ -134,7 +223,10 @@ mod tests {
     #[test]
     fn sentences() {
         let text = sentence(Feature::Evict, Feature::Evict.needs());
-        assert!(text.starts_with("evict is off: the service account may not get pods, create pods/eviction;"), "{text}");
+        assert!(
+            text.starts_with("evict is off: the service account may not get pods, create pods/eviction;"),
+            "{text}"
+        );
         assert_eq!(Feature::Events.needs()[0].to_string(), "create events.events.k8s.io");
     }
 }

@@ -6,6 +6,7 @@ mod linkerd;
 mod merge;
 pub mod profile;
 pub mod recognise;
+mod wanted;
 
 pub use exempt::{Exemptions, Problem};
 pub use grammar::PortRange;

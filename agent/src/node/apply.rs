@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use futures_util::{Stream, StreamExt as _};
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, Patch, PatchParams};
-use kube::runtime::watcher::{self, Event, watcher};
-use kube::runtime::WatchStreamExt as _;
 use kube::Client;
+use kube::api::{Api, Patch, PatchParams};
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::watcher::{self, Event, watcher};
 use tokio::sync::watch;
 use tokio::time::{sleep_until, timeout};
 
@@ -141,7 +141,10 @@ impl Applier {
     }
 
     /// Takes what the watch says.
-    async fn news(events: &mut (impl Stream<Item = watcher::Result<Event<Node>>> + Unpin), known: &mut Option<Node>) {
+    async fn news(
+        events: &mut (impl Stream<Item = watcher::Result<Event<Node>>> + Unpin),
+        known: &mut Option<Node>,
+    ) {
         match events.next().await {
             Some(Ok(Event::Apply(node) | Event::InitApply(node))) => {
                 // The answer to a write of ours may be newer than what the watch has got to.
@@ -151,7 +154,9 @@ impl Applier {
             }
             Some(Ok(Event::Delete(_))) => *known = None,
             Some(Ok(Event::Init | Event::InitDone)) => {}
-            Some(Err(error)) => tracing::debug!(%error, "the watch of the own Node object failed, trying again"),
+            Some(Err(error)) => {
+                tracing::debug!(%error, "the watch of the own Node object failed, trying again")
+            }
             // It has no end of its own.
             None => std::future::pending().await,
         }

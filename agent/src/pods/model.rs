@@ -59,6 +59,8 @@ pub struct PodFacts {
     pub created_at: Option<i64>,
     /// `status.startTime`, in nanoseconds since 1970: the kubelet saw it, no image was pulled yet.
     pub start_time: Option<i64>,
+    /// The condition `PodReadyToStartContainers`: it has a sandbox with a network.
+    pub ready_to_start: Option<bool>,
     /// The sources that know it.
     pub known_by: KnownBy,
 }
@@ -90,6 +92,7 @@ impl PodFacts {
             pod_ips: Box::default(),
             created_at: None,
             start_time: None,
+            ready_to_start: None,
             known_by: KnownBy::default(),
         }
     }
@@ -319,6 +322,12 @@ impl KeyValues {
     pub fn get(&self, key: &str) -> Option<&str> {
         let at = self.0.binary_search_by(|(have, _)| (**have).cmp(key)).ok()?;
         self.0.get(at).map(|(_, value)| &**value)
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// All pairs, by key.

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod as KubePod;
+use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use kube::client::Body;
-use kube::Client;
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
@@ -151,18 +151,43 @@ mod tests {
 
     #[test]
     fn owners() {
-        let owned = |kind: &str, controller: bool| {
-            json!([{ "apiVersion": "x/v1", "kind": kind, "name": "o", "uid": "u", "controller": controller }])
+        let owned = |kind: &str, controller: bool| json!([{ "apiVersion": "x/v1", "kind": kind, "name": "o", "uid": "u", "controller": controller }]);
+        let workload = |kind: &str| {
+            Owner::Workload(Workload { kind: kind.into(), uid: "u".into(), name: "shop/o".into() })
         };
-        let workload = |kind: &str| Owner::Workload(Workload { kind: kind.into(), uid: "u".into(), name: "shop/o".into() });
         for (name, meta, status, expected) in [
             ("bare", json!({}), json!({}), Owner::Bare),
-            ("owned, not controlled", json!({ "ownerReferences": owned("X", false) }), json!({}), Owner::Bare),
-            ("mirror", json!({ "annotations": { MIRROR: "h" }, "ownerReferences": owned("Node", true) }), json!({}), Owner::Mirror),
+            (
+                "owned, not controlled",
+                json!({ "ownerReferences": owned("X", false) }),
+                json!({}),
+                Owner::Bare,
+            ),
+            (
+                "mirror",
+                json!({ "annotations": { MIRROR: "h" }, "ownerReferences": owned("Node", true) }),
+                json!({}),
+                Owner::Mirror,
+            ),
             ("static", json!({ "ownerReferences": owned("Node", true) }), json!({}), Owner::Mirror),
-            ("DaemonSet", json!({ "ownerReferences": owned("DaemonSet", true) }), json!({}), workload("DaemonSet")),
-            ("Job", json!({ "ownerReferences": owned("Job", true) }), json!({ "phase": "Running" }), workload("Job")),
-            ("Job, done", json!({ "ownerReferences": owned("Job", true) }), json!({ "phase": "Succeeded" }), Owner::Finished),
+            (
+                "DaemonSet",
+                json!({ "ownerReferences": owned("DaemonSet", true) }),
+                json!({}),
+                workload("DaemonSet"),
+            ),
+            (
+                "Job",
+                json!({ "ownerReferences": owned("Job", true) }),
+                json!({ "phase": "Running" }),
+                workload("Job"),
+            ),
+            (
+                "Job, done",
+                json!({ "ownerReferences": owned("Job", true) }),
+                json!({ "phase": "Succeeded" }),
+                Owner::Finished,
+            ),
             (
                 "terminating",
                 json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": owned("Job", true) }),

@@ -58,6 +58,8 @@ pub enum Saying {
     RepairFailed { detail: String, last: bool },
     /// It is redirected again.
     Repaired { took: Duration },
+    /// The plugin ran well, and nobody can say whether that helped.
+    Unconfirmed { detail: String },
     /// It is about to be evicted.
     Evicting { workload: Workload },
     /// It would be.
@@ -373,6 +375,14 @@ impl Machine {
                 self.metrics.repair_time.observe(took.as_secs_f64());
                 case.repairs += 1;
                 self.say(case, Saying::Repaired { took });
+                return heal(case, now);
+            }
+            Repaired::Unconfirmed { detail } => {
+                self.breaker.neither();
+                self.metrics.count(Kind::Repair, End::Unconfirmed);
+                case.repairs += 1;
+                self.say(case, Saying::Unconfirmed { detail });
+                // The next connection that bypasses brings it back.
                 return heal(case, now);
             }
             Repaired::Gone => {

@@ -36,6 +36,8 @@ pub enum End {
     Timeout,
     /// The plugin was content, the probe is not.
     Unproven,
+    /// The plugin was content, and nobody can say whether it helped.
+    Unconfirmed,
     /// Cannot be tried for this pod.
     Impossible,
     /// The node's gate is closed.
@@ -86,6 +88,7 @@ impl End {
             Self::Failed => "failed",
             Self::Timeout => "timeout",
             Self::Unproven => "unproven",
+            Self::Unconfirmed => "unconfirmed",
             Self::Impossible => "impossible",
             Self::GateClosed => "gate_closed",
             Self::RateLimited => "rate_limited",

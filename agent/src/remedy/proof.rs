@@ -11,6 +11,9 @@ pub type Later<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Asks whether new connections of a pod are redirected now.
 pub trait Proof: Debug + Send + Sync {
+    /// Comes before the pod's rules change.
+    fn prepare<'a>(&'a self, pod: &'a Pod) -> Later<'a, ()>;
+
     /// Of IPv4 and IPv6.
     fn prove<'a>(&'a self, pod: &'a Pod) -> Later<'a, [Answer; 2]>;
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::pods::PodUid;
+use crate::pods::{ContainerId, PodUid};
 
 /// A pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,8 +18,12 @@ pub struct Pod {
     pub mesh: Box<str>,
     /// Its cgroup id.
     pub cgroup: u64,
-    /// How its connections leave, for people.
-    pub reason: &'static str,
+    /// Its sandbox, if the container runtime was asked.
+    pub sandbox: Option<ContainerId>,
+    /// Families that the mesh redirects: IPv4, IPv6.
+    pub families: [bool; 2],
+    /// Its connections are dropped meanwhile.
+    pub blocked: bool,
 }
 
 /// What detection says of a pod.
@@ -81,6 +85,8 @@ pub enum Repaired {
     Proven { took: Duration },
     /// The plugin was content, and a new connection is not redirected.
     Unproven { detail: String },
+    /// The plugin was content, and nobody can say whether it helped.
+    Unconfirmed { detail: String },
     /// The plugin failed.
     Failed { detail: String },
     /// The plugin did not end in time, and was killed.

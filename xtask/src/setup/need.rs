@@ -17,6 +17,7 @@ pub enum Need {
     Clippy,
     Protoc,
     Cc,
+    Cxx,
     Containerd,
     Runc,
     CniPlugins,
@@ -73,7 +74,8 @@ const fn row(need: Need, name: &'static str, what: &'static str, probe: Probe, s
 use Probe::{AnyFile, Programs, RustProgram, StaticProgram};
 use Source::{Component, Package};
 
-pub const TABLE: [Row; 15] = [
+pub const TABLE: [Row; 16] = [
+    row(Need::Cxx, "g++", "compiles libFuzzer", Programs(&["c++"]), Package("g++")),
     row(Need::Cc, "gcc", "C compiler and linker", Programs(&["cc", "gcc"]), Package("gcc")),
     row(
         Need::Protoc,
@@ -149,6 +151,8 @@ pub const TABLE: [Row; 15] = [
 pub const BUILD: &[Need] = &[Need::Cc, Need::Protoc, Need::RustSrc, Need::BpfLinker];
 /// Beside [`BUILD`]: for `cargo xtask lint`.
 pub const LINT: &[Need] = &[Need::Rustfmt, Need::Clippy];
+/// Beside [`BUILD`]: for `cargo xtask fuzz`.
+pub const FUZZ: &[Need] = &[Need::Cxx];
 /// Beside [`BUILD`]: network namespaces and redirect rules.
 pub const KERNEL: &[Need] =
     &[Need::UtilLinux, Need::Iproute2, Need::Iptables, Need::Nft, Need::Conntrack, Need::Busybox];
@@ -156,9 +160,10 @@ pub const KERNEL: &[Need] =
 pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
 
 /// Which command needs what, for messages.
-const COMMANDS: [(&str, &[&[Need]]); 5] = [
+const COMMANDS: [(&str, &[&[Need]]); 6] = [
     ("cargo build", &[BUILD]),
     ("cargo xtask lint", &[LINT]),
+    ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
     ("cargo xtask demo", &[KERNEL, NODE]),
@@ -245,7 +250,7 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, KERNEL, NODE].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE].concat() {
             assert_eq!(lookup(need).need, need);
         }
         for row in &TABLE {

@@ -15,7 +15,9 @@ fn subject(n: u32, seen: Seen) -> Subject {
         name: format!("cart-{n}").into(),
         mesh: "linkerd".into(),
         cgroup: n.into(),
-        reason: "not_redirected",
+        sandbox: None,
+        families: [true, true],
+        blocked: false,
     };
     Subject { pod: Arc::new(pod), seen, terminating: false, labelled: false }
 }
@@ -132,12 +134,13 @@ impl World {
     }
 
     fn counts(&self) -> String {
-        const ENDS: [End; 17] = [
+        const ENDS: [End; 18] = [
             End::Success,
             End::DryRun,
             End::Failed,
             End::Timeout,
             End::Unproven,
+            End::Unconfirmed,
             End::Impossible,
             End::GateClosed,
             End::RateLimited,
@@ -370,6 +373,17 @@ fn retries_of_a_repair_are_spaced_and_counted_by_how_they_failed() {
     world.repair = Repaired::Gone;
     assert_eq!(world.at_once(), "say detected, label, say repairing, repair");
     assert_eq!(world.run(600 * S, "evict"), 0);
+}
+
+#[test]
+fn a_repair_that_nobody_can_confirm_is_no_failure_until_it_bypasses_again() {
+    let mut world = World::new(all_on(), 1);
+    world.repair = Repaired::Unconfirmed { detail: "the probe failed".into() };
+    assert_eq!(world.at_once(), "say detected, label, say repairing, repair, say unconfirmed, unlabel");
+    assert_eq!(world.run(600 * S, "evict"), 0);
+    world.subjects[0].seen = Seen::Bypassing { last: world.now };
+    assert_eq!(world.run(S, "evict"), 0, "it was well for long and begins anew");
+    assert_eq!(world.counts(), "repair:unconfirmed=2");
 }
 
 #[test]

@@ -192,7 +192,7 @@ pub(super) fn open_details(pod: &PodFacts, names: &Keys) -> Vec<Detail> {
 /// Adds a sandbox's details to its pod.
 pub(super) fn add_sandbox(pod: &mut PodFacts, status: Option<&PodSandboxStatus>, info: Info) {
     let Some(sandbox) = &mut pod.sandbox else { return };
-    let Info { pid, netns, cgroup_parent, runtime_type, user: _, cgroup: _ } = info;
+    let Info { pid, netns, cgroup_parent, runtime_type, user: _, cgroup: _, args: _, env: _ } = info;
     let network = status
         .and_then(|status| status.linux.as_ref()?.namespaces.as_ref()?.options.as_ref())
         .map(|options| options.network == NamespaceMode::Node as i32);
@@ -222,7 +222,9 @@ pub(super) fn add_container(
         container.state = state(status.state);
         container.exit_code = (container.state == State::Exited).then_some(status.exit_code);
     }
-    if let Some(Info { pid, user, cgroup, netns: _, cgroup_parent: _, runtime_type: _ }) = info {
+    if let Some(Info { pid, user, cgroup, args, env, netns: _, cgroup_parent: _, runtime_type: _ }) = info {
+        container.args = args;
+        container.env = env;
         container.pid = pid.filter(|_| container.state == State::Running);
         container.user = user;
         container.cgroup = cgroup;

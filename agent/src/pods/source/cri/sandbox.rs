@@ -5,6 +5,7 @@ use k8s_cri::v1::PodSandboxState;
 use super::client::Runtime;
 use super::{CriError, info};
 use crate::pods::ContainerId;
+use crate::pods::model::Keys;
 
 /// What is needed to act on a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,6 +23,6 @@ pub(crate) async fn live(runtime: &Runtime, id: ContainerId) -> Result<Option<Li
         other => other?,
     };
     let ready = answer.status.is_some_and(|status| status.state() == PodSandboxState::SandboxReady);
-    let info = info::parse(&answer.info).unwrap_or_default();
+    let info = info::parse(&answer.info, &Keys::default()).unwrap_or_default();
     Ok(ready.then(|| Live { pid: info.pid, netns: info.netns.map(Into::into) }))
 }
