@@ -13,7 +13,6 @@ use notify::{EventKind, INotifyWatcher, RecursiveMode, Watcher as _};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
-use crate::mesh::Profile;
 use crate::pods::model::Keys;
 use crate::policy::Effective;
 use crate::policy::mode;
@@ -104,9 +103,9 @@ fn own_keys(state: &PolicyState) -> impl Iterator<Item = &str> {
 
 /// The sources keep what was asked for at the start.
 fn tell_unread(state: &PolicyState, kept: &Keys, health: &Health) {
-    let of_profiles = state.profiles.as_slice().iter().flat_map(Profile::keys);
+    let of_profiles = state.profiles.keys();
     let unread: BTreeSet<&str> =
-        of_profiles.chain(own_keys(state)).filter(|key| !kept.keeps(key.trim_end_matches('*'))).collect();
+        of_profiles.iter().chain(own_keys(state)).filter(|key| !kept.keeps(key)).collect();
     if unread.is_empty() {
         health.note_done("policy-keys");
         return;

@@ -147,7 +147,7 @@ impl Tracker {
     fn report(&mut self, report: &Report) -> bool {
         let Some(state) = self.states.get_mut(&report.cgroup) else { return false };
         let canaries =
-            self.profiles.named(&state.pod.mesh).map_or(&[][..], |profile| &profile.validator_addresses);
+            self.profiles.named(&state.pod.mesh).map_or(&[][..], |profile| &profile.validator.addresses);
         for sign in signs(report, canaries) {
             state.add(&sign);
         }

@@ -11,7 +11,8 @@ use nobypass_common::ids::PodKind;
 use tokio::sync::{mpsc, watch};
 
 use super::desired::{self, Wishes};
-use super::exempt::{Entries, Sets, entries};
+use super::devices;
+use super::exempt::{KernelExemptions, Sets, entries, is_fit};
 use super::mode::{self, Choice};
 use super::registry::{Change, PodCgroup, Registry};
 use super::reload::PolicyState;
@@ -22,13 +23,16 @@ use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::PodParent;
 use crate::cgroup::scan::scan;
 use crate::cgroup::stream::{CgroupReceiver, Item};
-use crate::mesh::{Exemptions, recognise};
+use crate::mesh::recognise;
 use crate::pods::PodUid;
 use crate::pods::source::PodUpdate;
 use crate::sys::clock::monotonic_ns;
 
 /// How often all pod cgroups are scanned, whatever the events said.
 const RESCAN: Duration = Duration::from_secs(30);
+
+/// What is left to do for a pod: its cgroup, its entry, and the set that nobody uses any more then.
+type Prepared = (u64, PodPolicy, Option<(u32, KernelExemptions)>);
 
 /// See the module.
 #[derive(Debug)]
@@ -38,8 +42,10 @@ pub struct Keeper {
     policy: watch::Receiver<PolicyState>,
     registry: Registry,
     sets: Sets,
+    /// Sets that the maps had no room for.
+    unfit: HashSet<u32>,
     /// What each pod's entry says, and the exemptions that it holds on to.
-    written: HashMap<u64, (PodPolicy, Exemptions)>,
+    written: HashMap<u64, (PodPolicy, KernelExemptions)>,
     views: HashMap<u64, Arc<PodView>>,
     ledger: Ledger,
     revision: u64,
@@ -74,6 +80,7 @@ impl Keeper {
             policy,
             registry: Registry::default(),
             sets: Sets::starting_after(last_set),
+            unfit: HashSet::new(),
             written: HashMap::new(),
             views: HashMap::new(),
             ledger,
@@ -221,8 +228,8 @@ impl Keeper {
         self.publish();
         for (cgroup, policy, released) in ready {
             self.write(cgroup, policy)?;
-            if let Some(set) = released {
-                self.maps.remove_exempt_set(set)?;
+            if let Some((set, exemptions)) = released {
+                self.remove_set(set, &exemptions);
             }
         }
         Ok(())
@@ -240,7 +247,7 @@ impl Keeper {
 
     /// Decides on a pod and prepares its view and exemptions. The result is what is left to write: cgroup, entry,
     /// and the set that nobody uses any more then.
-    fn prepare(&mut self, uid: PodUid) -> Result<Option<(u64, PodPolicy, Option<u32>)>, BpfError> {
+    fn prepare(&mut self, uid: PodUid) -> Result<Option<Prepared>, BpfError> {
         let Some(entry) = self.registry.get(uid) else { return Ok(None) };
         let Some(PodCgroup { id, level }) = entry.cgroup.clone() else { return Ok(None) };
         let since_ns = self.maps.policy(id).map_or_else(monotonic_ns, |policy| policy.since_ns);
@@ -267,18 +274,26 @@ impl Keeper {
         let wishes = Wishes::new(traffic, &choice);
         view.problems.extend(mode_problems(&choice));
         (view.choice, view.traffic) = (Some(choice), Some(traffic));
-        let exemptions = desired::exemptions(&membership);
+        let of_mesh = desired::exemptions(&membership);
+        let devices = devices::indices(facts, &of_mesh.devices);
+        let exemptions = KernelExemptions { of_mesh, devices };
         let held = self.written.get(&id).map(|(_, held)| held.clone());
         let (set, released) = if held.as_ref() == Some(&exemptions) {
             (self.written.get(&id).map_or(0, |(policy, _)| policy.exempt_set), None)
         } else {
             let (set, new) = self.sets.acquire(&exemptions);
             if new {
-                self.write_set(set, &exemptions)?;
+                self.write_set(set, &exemptions);
             }
-            (set, held.and_then(|held| self.sets.release(&held)))
+            let set = if self.unfit.contains(&set) { 0 } else { set };
+            (set, held.and_then(|held| Some((self.release_set(&held)?, held))))
         };
-        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, set, wishes);
+        let none = KernelExemptions::default();
+        let exempt = if set == 0 { (0, &none) } else { (set, &exemptions) };
+        if set == 0 && exemptions != none {
+            view.problems.push("no room in the kernel for its exemptions: nothing is exempt".to_owned());
+        }
+        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, exempt, wishes);
         let same_view = self.views.get(&id).is_some_and(|old| **old == view);
         let same_policy = self
             .written
@@ -350,18 +365,33 @@ impl Keeper {
         Ok(())
     }
 
-    fn write_set(&mut self, set: u32, exemptions: &Exemptions) -> Result<(), BpfError> {
-        let Entries { ports, cidrs, ids } = entries(set, exemptions);
-        for (bits, key) in ports {
-            self.maps.add_exempt_port(bits, key)?;
+    /// Writes a set; whole or not at all, because half a list of what is redirected would exempt the other half.
+    fn write_set(&mut self, set: u32, exemptions: &KernelExemptions) {
+        let all = entries(set, exemptions);
+        if !is_fit(&all) {
+            tracing::error!(
+                set,
+                networks = all.cidrs.len(),
+                ports = all.ports.len(),
+                "a pod has more exemptions than one may have: nothing is exempt for it"
+            );
+            self.unfit.insert(set);
+        } else if let Err(error) = self.maps.add_exemptions(&all) {
+            tracing::error!(%error, set, "no room for a pod's exemptions: nothing is exempt for it");
+            self.unfit.insert(set);
+            self.remove_set(set, exemptions);
         }
-        for (bits, key) in cidrs {
-            self.maps.add_exempt_cidr(bits, key)?;
+    }
+
+    fn remove_set(&mut self, set: u32, exemptions: &KernelExemptions) {
+        if let Err(error) = self.maps.remove_exemptions(&entries(set, exemptions)) {
+            tracing::warn!(%error, set, "cannot remove exemptions that no pod uses");
         }
-        for key in ids {
-            self.maps.add_exempt_id(key)?;
-        }
-        Ok(())
+    }
+
+    fn release_set(&mut self, exemptions: &KernelExemptions) -> Option<u32> {
+        let set = self.sets.release(exemptions)?;
+        (!self.unfit.remove(&set)).then_some(set)
     }
 
     /// Sets of an earlier agent that no entry refers to.
@@ -401,9 +431,9 @@ impl Keeper {
             tracing::warn!(%error, "sums of pods that are gone will not outlive this agent");
         }
         if let Some((_, exemptions)) = self.written.remove(&id)
-            && let Some(set) = self.sets.release(&exemptions)
+            && let Some(set) = self.release_set(&exemptions)
         {
-            self.maps.remove_exempt_set(set)?;
+            self.remove_set(set, &exemptions);
         }
         Ok(())
     }

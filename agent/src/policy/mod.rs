@@ -6,6 +6,7 @@
 
 pub mod check;
 pub mod desired;
+pub mod devices;
 pub mod effective;
 pub mod exempt;
 pub mod file;

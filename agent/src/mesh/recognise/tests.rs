@@ -1,6 +1,7 @@
 use std::ops::Not;
 
-use super::{super::profile::Profiles, *};
+use super::{super::profiles::Profiles, *};
+use crate::pods::model::Sandbox;
 use crate::pods::model::{PodUid, User};
 
 const PROXY: &str = "linkerd-proxy";
@@ -89,7 +90,7 @@ fn id(n: u8) -> ContainerId {
     ContainerId::parse(&format!("{n:064x}")).expect("id")
 }
 
-fn ports(text: &str) -> Vec<super::super::PortRange> {
+fn ports(text: &str) -> Vec<PortRange> {
     text.split(' ').filter(|part| part.is_empty().not()).map(|part| part.parse().expect("port")).collect()
 }
 
@@ -101,7 +102,6 @@ fn plain_pods_are_not_meshed() {
         Pod::new().annotations(&[("linkerd.io/created-by", "linkerd/helm")]),
         Pod::new().annotations(&[("linkerd.io/inject", "disabled")]),
         Pod::new().annotations(&[("linkerd.io/inject", "enabled")]),
-        Pod::new().labels(&[("linkerd.io/cni-resource", "true"), ("k8s-app", "linkerd-cni")]),
         Pod::new().annotations(&[("linkerd.io/proxy-version", "")]),
         Pod::new().with("not-linkerd-proxy", State::Running),
     ] {
