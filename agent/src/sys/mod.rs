@@ -5,5 +5,6 @@ pub mod caps;
 pub mod clock;
 pub mod file;
 pub mod mount;
+pub mod ns;
 pub mod poll;
 pub mod process;
