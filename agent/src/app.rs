@@ -5,6 +5,9 @@
 
 mod follow;
 mod keep;
+mod probes;
+mod probing;
+mod react;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -199,6 +202,7 @@ impl Agent<'_> {
             snapshots: OnceLock::new(),
             reports,
             set_mode,
+            probe: OnceLock::new(),
             level: self.level.clone(),
         });
         // Goes when this function ends, however it ends.
@@ -309,7 +313,7 @@ impl Agent<'_> {
     fn spawn(
         &self,
         tasks: &mut JoinSet<Ended>,
-        (kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
+        (mut kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
         mode_changes: mpsc::Receiver<SetMode>,
         context: &Arc<Context>,
@@ -317,12 +321,10 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let _ = context.registry.set(metrics::registry(
-            &dir,
-            snapshots.clone(),
-            Arc::clone(&health),
-            self.cni_metrics.as_ref(),
-        )?);
+        let mut registry =
+            metrics::registry(&dir, snapshots.clone(), Arc::clone(&health), self.cni_metrics.as_ref())?;
+        let probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
+        let _ = context.registry.set(registry);
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -341,14 +343,16 @@ impl Agent<'_> {
             ("pods", Ok(()))
         });
         tasks.spawn(async move {
-            ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
+            let ended = keeper.run(cgroup_events, pod_updates, probes.refusals).await;
+            ("policy", ended.map_err(|error| error.to_string()))
         });
         tasks.spawn(watch_source(state, snapshots.clone(), Arc::clone(&health)));
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
         let events = Ring::open(&dir, "EVENTS")?;
-        tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
+        tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone(), probes.reactions));
+        tasks.spawn(probing::run(probes.probing, probes.requests, probes.news));
         tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())

@@ -16,6 +16,7 @@ pub mod metrics;
 pub mod pods;
 pub mod policy;
 pub mod probe;
+pub mod refuse;
 pub mod server;
 pub mod status;
 pub mod sys;

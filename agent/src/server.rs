@@ -21,7 +21,8 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::bpf::Maps;
 use crate::detect::report::Report;
-use crate::policy::Snapshot;
+use crate::policy::{PodView, Snapshot};
+use crate::probe::{Answer, Handle, Probed};
 use crate::status::{self, HookStatus};
 use crate::telemetry::LevelHandle;
 
@@ -123,6 +124,8 @@ pub struct Context {
     pub reports: broadcast::Sender<Arc<Report>>,
     /// To the writer of the settings.
     pub set_mode: mpsc::Sender<SetMode>,
+    /// Asks pods' networks, once it can.
+    pub probe: OnceLock<Handle>,
     /// The log's level.
     pub level: LevelHandle,
 }
@@ -142,6 +145,7 @@ pub fn private(context: Arc<Context>) -> Router {
         .route("/v1/status", get(node_status))
         .route("/v1/events", get(events))
         .route("/v1/mode", put(set_mode))
+        .route("/v1/probe", put(probe))
         .route("/v1/log-level", put(log_level))
         .with_state(Arc::clone(&context))
         .merge(public(context))
@@ -214,6 +218,64 @@ async fn set_mode(State(context): State<Arc<Context>>, body: String) -> Response
         (Ok(()), Ok(Err(why))) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{why}\n")).into_response(),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping\n").into_response(),
     }
+}
+
+/// The answer to a probe.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct PodProbe {
+    /// The pod's namespace and name, empty where only its cgroup is known.
+    pub namespace: Box<str>,
+    /// See `namespace`.
+    pub pod: Box<str>,
+    /// Its mesh, empty for none.
+    pub mesh: Box<str>,
+    /// Its cgroup id.
+    pub cgroup: u64,
+    /// IPv4 and IPv6.
+    pub families: [FamilyProbe; 2],
+    /// How long it took, microseconds.
+    pub took_us: u64,
+}
+
+/// The answer to a probe for one family.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct FamilyProbe {
+    /// `ipv4` or `ipv6`.
+    pub family: &'static str,
+    /// The mesh redirects this family.
+    pub due: bool,
+    /// The answer.
+    #[serde(flatten)]
+    pub answer: Answer,
+}
+
+/// Asks the network of a pod, `namespace/name` or `cgroup:id`.
+async fn probe(State(context): State<Arc<Context>>, body: String) -> Response {
+    let (Some(handle), Some(snapshots)) = (context.probe.get(), context.snapshots.get()) else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response();
+    };
+    let wanted = body.trim();
+    let is_wanted = |view: &&Arc<PodView>| match wanted.strip_prefix("cgroup:") {
+        Some(id) => id.parse() == Ok(view.cgroup),
+        None => wanted.split_once('/') == Some((&*view.namespace, &*view.name)),
+    };
+    let Some(view) = snapshots.borrow().pods.values().find(is_wanted).cloned() else {
+        return (StatusCode::NOT_FOUND, format!("no pod {wanted:?} on this node\n")).into_response();
+    };
+    let Probed { answers: [v4, v6], took, .. } = handle.ask(view.cgroup).await;
+    let [v4_due, v6_due] = view.families;
+    Json(PodProbe {
+        namespace: view.namespace.clone(),
+        pod: view.name.clone(),
+        mesh: view.mesh.clone(),
+        cgroup: view.cgroup,
+        families: [
+            FamilyProbe { family: "ipv4", due: v4_due, answer: v4 },
+            FamilyProbe { family: "ipv6", due: v6_due, answer: v6 },
+        ],
+        took_us: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
+    })
+    .into_response()
 }
 
 async fn log_level(State(context): State<Arc<Context>>, body: String) -> Response {
@@ -320,6 +382,7 @@ mod tests {
             snapshots: OnceLock::new(),
             reports: reports.clone(),
             set_mode,
+            probe: OnceLock::new(),
             level,
         };
         let mut body = events(State(Arc::new(context))).await.into_body().into_data_stream();

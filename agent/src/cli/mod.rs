@@ -8,6 +8,7 @@ mod events;
 pub mod exit;
 mod mode;
 mod preflight;
+mod probe;
 mod status;
 mod table;
 mod variables;
@@ -56,6 +57,11 @@ enum Command {
     Mode(mode::Args),
     /// Check what this node has and lacks, and say what to do
     Preflight(preflight::Args),
+    /// Ask a pod's network whether a new connection would be redirected
+    Probe(probe::Args),
+    /// Ask pods' networks (run by the agent)
+    #[command(name = crate::probe::helper::COMMAND, hide = true)]
+    ProbeHelper(crate::probe::helper::Args),
     /// Detach the programs and remove the pins (an agent that ends leaves them in effect)
     Cleanup(cleanup::Args),
     /// Prove that the hooks see a connection (run by the agent)
@@ -88,6 +94,11 @@ pub fn main() -> Exit {
         Command::Mode(args) => mode::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
         Command::Preflight(args) => preflight::run(&args),
+        Command::Probe(args) => probe::run(&args),
+        Command::ProbeHelper(args) => match crate::probe::helper::run(&args) {
+            Ok(()) => Exit::Ok,
+            Err(error) => exit::fail(Exit::Failed, &format!("probe-helper: {error}")),
+        },
         Command::Canary => {
             crate::bpf::selftest::child();
             Exit::Ok

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nobypass_common::abi::{
-    LedgerKey, LedgerSums, NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy,
+    LedgerKey, LedgerSums, NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy, Refusal,
 };
 use nobypass_common::ids::PodKind;
 use tokio::sync::{mpsc, watch};
 
 use super::desired::{self, Wishes};
 use super::exempt::{Entries, Sets, entries};
+use super::refuse::{self, Refuse};
 use super::registry::{Change, Entry, PodCgroup, Registry};
 use super::snapshot::{Ledger, PodView, Snapshot, fold};
 use crate::bpf::{BpfError, Maps};
@@ -41,6 +42,8 @@ pub struct Keeper {
     written: HashMap<u64, (PodPolicy, Exemptions)>,
     views: HashMap<u64, Arc<PodView>>,
     ledger: Ledger,
+    /// Families of pods that are refused at once, by cgroup id.
+    refused: HashMap<u64, [bool; 2]>,
     revision: u64,
     state: Snapshot,
     out: watch::Sender<Snapshot>,
@@ -73,6 +76,7 @@ impl Keeper {
             written: HashMap::new(),
             views: HashMap::new(),
             ledger,
+            refused: HashMap::new(),
             revision,
             state,
             out,
@@ -88,6 +92,7 @@ impl Keeper {
         mut self,
         mut cgroups: CgroupReceiver,
         mut pods: mpsc::Receiver<PodUpdate>,
+        mut refusals: mpsc::Receiver<Refuse>,
     ) -> Result<(), BpfError> {
         let mut rescan = tokio::time::interval(RESCAN);
         rescan.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -102,6 +107,7 @@ impl Keeper {
                     Some(update) => self.pod(update)?,
                     None => return Ok(()),
                 },
+                Some(refuse) = refusals.recv() => self.refuse(refuse),
                 _ = rescan.tick() => self.rescan()?,
             }
         }
@@ -197,7 +203,7 @@ impl Keeper {
         // First everybody can tell whose cgroup it is, then the programs act on it.
         self.publish();
         for (cgroup, policy, released) in ready {
-            self.write(cgroup, policy)?;
+            self.write(cgroup, policy);
             if let Some(set) = released {
                 self.maps.remove_exempt_set(set)?;
             }
@@ -246,7 +252,8 @@ impl Keeper {
             }
             (set, held.and_then(|held| self.sets.release(&held)))
         };
-        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, set, self.wishes);
+        let mut policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, set, self.wishes);
+        policy.flags |= refuse::flags(&self.refused, id, &policy);
         let same_view = self.views.get(&id).is_some_and(|old| **old == view);
         let same_policy = self
             .written
@@ -284,19 +291,46 @@ impl Keeper {
         }
     }
 
-    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<(), BpfError> {
+    /// Sets or lifts the refusal of a pod's connections, in its entry as it stands.
+    fn refuse(&mut self, Refuse { cgroup, families, done }: Refuse) {
+        if families.contains(&true) {
+            self.refused.insert(cgroup, families);
+        } else {
+            self.refused.remove(&cgroup);
+        }
+        if let Some(old) = self.maps.policy(cgroup) {
+            let flags = old.flags & !refuse::FLAGS | refuse::flags(&self.refused, cgroup, &old);
+            let policy = PodPolicy { flags, ..old };
+            if flags & refuse::FLAGS & !old.flags != 0 {
+                // As if one had been let through just now; nothing is healed yet.
+                let refusal = Refusal { tried_ns: [monotonic_ns(); 2], healed_ns: [0; 2] };
+                if let Err(error) = self.maps.set_refusal(cgroup, &refusal) {
+                    tracing::warn!(%error, cgroup, "connections of this pod will fail a little later, at the SYN");
+                }
+            }
+            if let Some((written, _)) = self.written.get_mut(&cgroup) {
+                written.flags = flags;
+            }
+            if flags != old.flags {
+                self.write(cgroup, policy);
+            }
+        }
+        // Nobody waiting is no error.
+        let _ = done.map(|done| done.send(()));
+    }
+
+    fn write(&mut self, id: u64, policy: PodPolicy) {
         self.revision += 1;
         let policy = PodPolicy { revision: self.revision, ..policy };
         if let Err(error) = self.maps.set_policy(id, &policy) {
             self.count_without_entry(&error);
-            return Ok(());
+            return;
         }
         if let Some(view) = self.views.get(&id)
             && let Err(error) = self.maps.set_name(id, &name(view))
         {
             tracing::warn!(%error, "cannot keep a pod's name for `nobypass status` without an agent");
         }
-        Ok(())
     }
 
     fn write_set(&mut self, set: u32, exemptions: &Exemptions) -> Result<(), BpfError> {
@@ -341,6 +375,7 @@ impl Keeper {
             ));
         }
         self.views.remove(&id);
+        self.refused.remove(&id);
         self.publish();
         self.maps.forget(id)?;
         // In this order: an agent that dies in between loses a pod's counts, but never counts them twice.
@@ -393,6 +428,9 @@ fn unknown_view(uid: PodUid, cgroup: u64) -> PodView {
         proxy_cgroup: 0,
         families: [false; 2],
         problems: Vec::new(),
+        netns: None,
+        proxy_uid: None,
+        exemptions: Arc::default(),
         containers: Vec::new(),
     }
 }
@@ -429,6 +467,9 @@ fn view(uid: PodUid, cgroup: u64, facts: &PodFacts, entry: &Entry, membership: &
         proxy_cgroup,
         families: meshed.map_or([false; 2], |meshed| [meshed.families.ipv4, meshed.families.ipv6]),
         problems: meshed.map_or_else(Vec::new, |meshed| meshed.problems.iter().map(problem).collect()),
+        netns: facts.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone()),
+        proxy_uid: meshed.and_then(|meshed| meshed.proxy_uid),
+        exemptions: Arc::new(desired::exemptions(membership)),
         containers,
     }
 }

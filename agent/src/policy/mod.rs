@@ -7,6 +7,7 @@
 pub mod desired;
 pub mod exempt;
 pub mod keeper;
+pub mod refuse;
 pub mod registry;
 pub mod snapshot;
 

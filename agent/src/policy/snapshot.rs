@@ -6,6 +6,7 @@ use std::sync::Arc;
 use nobypass_common::abi::PodCounters;
 use nobypass_common::ids::{COUNTERS, PodKind};
 
+use crate::mesh::Exemptions;
 use crate::pods::{ContainerId, PodUid};
 
 /// One pod with a cgroup on this node.
@@ -35,6 +36,12 @@ pub struct PodView {
     pub families: [bool; 2],
     /// Annotations that could not be taken as they are.
     pub problems: Vec<String>,
+    /// Path of its network namespace, as the container runtime says it.
+    pub netns: Option<Box<str>>,
+    /// The proxy's user, if the mesh has one.
+    pub proxy_uid: Option<u32>,
+    /// What the mesh lets out.
+    pub exemptions: Arc<Exemptions>,
     /// Names of containers by cgroup id.
     pub containers: Vec<(u64, Box<str>)>,
 }
