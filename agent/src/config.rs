@@ -48,6 +48,17 @@ impl From<UnknownFlag> for UnknownPolicy {
     }
 }
 
+/// What an application sees of a connection that enforce drops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RefusalFlag {
+    /// connect() fails in about a millisecond (ECONNABORTED), and at once (EPERM) while the pod is known to bypass
+    Fast,
+    /// connect() fails in about a millisecond (ECONNABORTED)
+    Abort,
+    /// connect() hangs until its time-out, or goes through the proxy once the pod is repaired
+    Hang,
+}
+
 /// Where facts about pods come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PodsFlag {
@@ -96,6 +107,9 @@ pub struct Config {
     /// Connections that reach a meshed pod's application past its proxy
     #[arg(long, env = "NOBYPASS_INBOUND", value_enum, default_value = "audit")]
     pub inbound: InboundFlag,
+    /// What an application sees of a connection that enforce drops
+    #[arg(long, env = "NOBYPASS_REFUSAL", value_enum, default_value = "fast")]
+    pub refusal: RefusalFlag,
     /// Where facts about pods come from
     #[arg(long, env = "NOBYPASS_PODS", value_enum, default_value = "cri")]
     pub pods: PodsFlag,

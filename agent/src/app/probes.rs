@@ -7,10 +7,11 @@ use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 
 use super::probing::Probing;
-use super::react::Reactions;
+use super::react::{News, Reactions};
 use super::{Agent, QUEUE};
 use crate::bpf::{self, BpfError, Kernel, Maps};
 use crate::cgroup::netns::Finder;
+use crate::config::RefusalFlag;
 use crate::policy::Snapshot;
 use crate::policy::refuse::Refuse;
 use crate::probe::client::{Client, Place, cgroup_beside, make_cgroup};
@@ -24,7 +25,7 @@ use crate::server::Context;
 pub(super) struct Probes {
     pub probing: Probing,
     pub requests: mpsc::Receiver<Request>,
-    pub news: mpsc::Receiver<u64>,
+    pub news: mpsc::Receiver<News>,
     pub refusals: mpsc::Receiver<Refuse>,
     pub reactions: Reactions,
 }
@@ -74,7 +75,9 @@ impl Agent<'_> {
             interval: Duration::from_secs(self.config.probe_interval.into()),
             grace: Duration::from_secs(self.config.preexisting_grace.into()),
             old,
+            refuses: self.config.refusal == RefusalFlag::Fast,
         };
+        let sockets = sockets.filter(|_| self.config.refusal != RefusalFlag::Hang);
         Ok(Probes { probing, requests, news, refusals, reactions: Reactions { sockets, news: tell } })
     }
 

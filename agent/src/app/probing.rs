@@ -10,6 +10,7 @@ use nobypass_common::verdict::effective_mode;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
+use super::react::News;
 use crate::bpf::Maps;
 use crate::policy::refuse::Refuse;
 use crate::policy::{PodView, Snapshot};
@@ -43,6 +44,8 @@ pub(super) struct Probing {
     pub grace: Duration,
     /// Pods older than the programs, by cgroup id.
     pub old: BTreeSet<u64>,
+    /// Pods that are known to bypass are refused at connect(2).
+    pub refuses: bool,
 }
 
 /// Connections of one pod that are older than the programs.
@@ -62,11 +65,11 @@ struct State {
     old: HashMap<u64, Old>,
 }
 
-/// Works until its channels close. `news`: cgroup ids of pods whose connections bypass.
+/// Works until its channels close.
 pub(super) async fn run(
     with: Probing,
     mut requests: mpsc::Receiver<Request>,
-    mut news: mpsc::Receiver<u64>,
+    mut news: mpsc::Receiver<News>,
 ) -> Ended {
     let mut snapshots = with.snapshots.clone();
     let old = with.old.iter().map(|cgroup| (*cgroup, Old::default())).collect();
@@ -98,8 +101,8 @@ pub(super) async fn run(
                 }
                 state.follow(&snapshots.borrow_and_update().clone());
             }
-            cgroup = news.recv() => match cgroup {
-                Some(cgroup) => state.news(cgroup),
+            told = news.recv() => match told {
+                Some(told) => state.news(told),
                 None => return ("events", Ok(())),
             },
             _ = look.tick() => state.look(),
@@ -128,8 +131,9 @@ impl State {
     }
 
     /// A bypass: is that what the pod's network says?
-    fn news(&mut self, cgroup: u64) {
-        if !self.refused.contains_key(&cgroup) {
+    fn news(&mut self, News { cgroup, family }: News) {
+        let known = self.refused.get(&cgroup).and_then(|families| families.get(family));
+        if known != Some(&true) {
             self.schedule.soon(cgroup, Instant::now());
         }
     }
@@ -184,7 +188,7 @@ impl State {
         let counters = self.with.maps.counters(view.cgroup).unwrap_or(PodCounters::ZERO);
         let wanted = refused(view, probed, &counters);
         let held = self.refused.get(&view.cgroup).copied().unwrap_or_default();
-        if wanted == held {
+        if wanted == held || !self.with.refuses {
             return;
         }
         if wanted == [false; 2] {

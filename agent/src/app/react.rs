@@ -4,19 +4,28 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use nobypass_common::abi::Event;
 use nobypass_common::headers::{Address, address_bytes};
-use nobypass_common::ids::{Action, Hook, Verdict};
+use nobypass_common::ids::{Action, Hook, V4, V6, Verdict};
 use tokio::sync::mpsc;
 
 use crate::policy::Snapshot;
 use crate::refuse::sockets::{Job, PodRef, Sockets, Target};
+
+/// A connection of this pod's bypassed its proxy.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct News {
+    /// The pod's cgroup id.
+    pub cgroup: u64,
+    /// [`V4`] or [`V6`].
+    pub family: usize,
+}
 
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Reactions {
     /// `None` where pods' networks cannot be entered.
     pub sockets: Option<Sockets>,
-    /// Cgroup ids of pods whose connections bypass.
-    pub news: mpsc::Sender<u64>,
+    /// Pods whose connections bypass.
+    pub news: mpsc::Sender<News>,
 }
 
 impl Reactions {
@@ -28,7 +37,8 @@ impl Reactions {
         }
         if u32::from(event.verdict) == Verdict::Bypass.code() {
             // Full: there is news enough, and the next bypass tells again.
-            let _ = self.news.try_send(event.pod);
+            let family = if event.family == 6 { V6 } else { V4 };
+            let _ = self.news.try_send(News { cgroup: event.pod, family });
         }
     }
 }

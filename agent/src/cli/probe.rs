@@ -82,7 +82,7 @@ pub fn run(args: &Args) -> Exit {
     let text = match args.output {
         Format::Json => json(&value),
         Format::Table | Format::Wide => {
-            let mut table = Table::new(&["family", "meshed", "answer", "detail"]);
+            let mut table = Table::new(&["FAMILY", "MESHED", "ANSWER", "DETAIL"]);
             for family in &probe.families {
                 let due = if family.due { "yes" } else { "no" };
                 table.row([family.family.clone(), due.into(), family.answer.clone(), family.detail()]);

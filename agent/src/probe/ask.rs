@@ -34,11 +34,9 @@ pub fn ask(records: &mut Records, to: SocketAddr, id: u32) -> Answer {
     };
     let table = fs::read_to_string(file).unwrap_or_default();
     let others = list(&table).into_iter().take(ROUTES);
-    let answers = others.map(|ip| ask_once(records, SocketAddr::new(ip, to.port()), id));
-    answers
-        .filter(|answer| !matches!(answer, Answer::NoRoute | Answer::Failed { .. }))
-        .next()
-        .unwrap_or(Answer::NoRoute)
+    let mut answers = others.map(|ip| ask_once(records, SocketAddr::new(ip, to.port()), id));
+    let is_one = |answer: &Answer| !matches!(answer, Answer::NoRoute | Answer::Failed { .. });
+    answers.find(is_one).unwrap_or(Answer::NoRoute)
 }
 
 fn ask_once(records: &mut Records, to: SocketAddr, id: u32) -> Answer {
@@ -57,7 +55,9 @@ fn ask_once(records: &mut Records, to: SocketAddr, id: u32) -> Answer {
     let connected = connect(&socket, &to);
     let record = records.end(cookie);
     forget(&socket, to);
-    judge(to, connected, record)
+    judge(to, connected, record, || {
+        routes::has_address6(&fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap_or_default())
+    })
 }
 
 /// Closes the socket, which sends nothing and repeats nothing, and removes its trace.
@@ -71,11 +71,20 @@ fn forget(socket: &OwnedFd, to: SocketAddr) {
 }
 
 /// What a SYN's way means, given where the socket wanted to go.
-fn judge(to: SocketAddr, connected: Result<(), Errno>, record: Option<ProbeRecord>) -> Answer {
+///
+/// `has_address6`: whether the network has an IPv6 address that leads out.
+fn judge(
+    to: SocketAddr,
+    connected: Result<(), Errno>,
+    record: Option<ProbeRecord>,
+    has_address6: impl FnOnce() -> bool,
+) -> Answer {
     let record = record.unwrap_or_default();
     if record.seen == 0 {
         return match connected {
             Err(Errno::NETUNREACH | Errno::HOSTUNREACH) => Answer::NoRoute,
+            // IPv6 is switched off where no device but lo has an address; otherwise the ports are used up.
+            Err(Errno::ADDRNOTAVAIL) if to.is_ipv6() && !has_address6() => Answer::NoRoute,
             Err(Errno::ADDRNOTAVAIL) => Failure::NoSource.into(),
             Ok(()) | Err(Errno::INPROGRESS) => Failure::NotSeen.into(),
             Err(_) => Failure::Refused.into(),
@@ -128,7 +137,10 @@ mod tests {
             (Err(Errno::PERM), Some(ProbeRecord::default()), Failure::Refused.into()),
             (Err(Errno::ADDRNOTAVAIL), None, Failure::NoSource.into()),
         ] {
-            assert_eq!(judge(to, connected, record), expected, "{connected:?} {record:?}");
+            assert_eq!(judge(to, connected, record, || true), expected, "{connected:?} {record:?}");
         }
+        let to6 = "[2001:db8::1]:80".parse().unwrap();
+        assert_eq!(judge(to6, Err(Errno::ADDRNOTAVAIL), None, || false), Answer::NoRoute);
+        assert_eq!(judge(to6, Err(Errno::ADDRNOTAVAIL), None, || true), Failure::NoSource.into());
     }
 }

@@ -51,6 +51,11 @@ pub fn v6(table: &str) -> Vec<IpAddr> {
     table.lines().filter_map(route).flat_map(hosts).collect()
 }
 
+/// Whether any device but `lo` has an address, from `/proc/net/if_inet6`.
+pub fn has_address6(table: &str) -> bool {
+    table.lines().filter_map(|line| line.split_whitespace().last()).any(|device| device != "lo")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,6 +70,13 @@ mod tests {
         let found: Vec<String> = v4(table).iter().map(ToString::to_string).collect();
         assert_eq!(found, ["10.66.0.1", "10.66.0.2", "169.254.0.1", "169.254.0.1"]);
         assert!(v4("").is_empty() && v4("x\ny z").is_empty());
+    }
+
+    #[test]
+    fn addresses() {
+        let lo = "00000000000000000000000000000001 01 80 10 80       lo\n";
+        let eth0 = "fd660000000000000000000000000002 02 40 00 82     eth0\n";
+        assert!(!has_address6("") && !has_address6(lo) && has_address6(&format!("{lo}{eth0}")));
     }
 
     #[test]

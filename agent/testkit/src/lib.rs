@@ -11,6 +11,7 @@ pub mod netns;
 pub mod node;
 pub mod proc;
 pub mod redirect;
+pub mod sniff;
 pub mod traffic;
 pub mod wait;
 
