@@ -351,7 +351,13 @@ impl Agent<'_> {
             tasks.spawn(follow_programs(log));
         }
         let events = Ring::open(&dir, "EVENTS")?;
-        tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone(), probes.reactions));
+        tasks.spawn(follow_events(
+            events,
+            Maps::open(&dir)?,
+            snapshots,
+            context.reports.clone(),
+            probes.reactions,
+        ));
         tasks.spawn(probing::run(probes.probing, probes.requests, probes.news));
         tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));

@@ -21,7 +21,7 @@ use nobypass_testkit::redirect::{Ports, Variant, apply_redirect, linkerd};
 use nobypass_testkit::sniff::Sniffer;
 use nobypass_testkit::traffic::Traffic;
 use serde_json::{Value, json};
-use support::agent::{Agent, request};
+use support::agent::{Agent, BIN, request, run};
 use support::machine::{Machine, sees_pod};
 
 /// A pod that the agent knows by its cgroup, with one process.
@@ -187,10 +187,14 @@ fn cases() -> Vec<Case> {
             },
             [failed("not_seen"), failed("not_seen")],
         ),
-        case("no default route", |ns| {
-            ns.ip("route del default").unwrap();
-            ns.ip6("route del default").unwrap();
-        }, [not_redirected(), not_redirected()]),
+        case(
+            "no default route",
+            |ns| {
+                ns.ip("route del default").unwrap();
+                ns.ip6("route del default").unwrap();
+            },
+            [not_redirected(), not_redirected()],
+        ),
         case("the device is down", |ns| ns.ip("link set eth0 down").unwrap(), gone()),
         case("no device", |ns| ns.ip("link del eth0").unwrap(), gone()),
         case(
@@ -230,7 +234,8 @@ fn each_way_of_redirecting_gets_its_answer_and_no_packet_is_seen_anywhere() {
         let tracked = tracked(&scene.net.ns);
         if found != case.answers || syns != [0, 0] || !tracked.is_empty() {
             let Case { name, answers, .. } = case;
-            wrong.push(format!("{name}: {found:?}, not {answers:?}; SYNs seen: {syns:?}; tracked: {tracked}"));
+            wrong
+                .push(format!("{name}: {found:?}, not {answers:?}; SYNs seen: {syns:?}; tracked: {tracked}"));
         }
     }
     assert!(wrong.is_empty(), "{}\n{}", wrong.join("\n"), agent.log());
@@ -396,4 +401,37 @@ fn a_thousand_questions() {
         assert!(tracked(&scene.net.ns).is_empty());
     }
     agent.kill();
+}
+
+/// From inside, with no privilege: as an init container of the pod would.
+#[test]
+fn validate_says_what_the_probe_says() {
+    let both = "IPv4 is redirected to port 4140, IPv6 is redirected to port 4140";
+    let families = |list| ["--families", list];
+    for (variant, args, code, says) in [
+        (Variant::IptablesLinkerd, vec![], 0, both),
+        (Variant::Nft, vec![], 0, both),
+        (Variant::V4Only, families("ipv4").to_vec(), 0, "IPv4 is redirected to port 4140"),
+        (Variant::V4Only, vec![], 95, "IPv6 connections are not redirected"),
+        (Variant::None, vec![], 95, "IPv4 connections are not redirected"),
+    ] {
+        let (_world, net) = world_with_pod("validate").unwrap();
+        apply_redirect(&net.ns, variant).unwrap();
+        let mut command = net.ns.command("setpriv").unwrap();
+        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "--bounding-set=-all", BIN]);
+        command.args(["validate", "--timeout-s", if code == 0 { "20" } else { "2" }]).args(args);
+        let ended = run(command);
+        assert_eq!(ended.code, Some(code), "{variant:?}: {ended:?}");
+        let last = if code == 0 { ended.out.trim_end() } else { ended.last() };
+        assert!(last.starts_with("nobypass: validate: ") && last.contains(says), "{variant:?}: {ended:?}");
+    }
+    // A pod whose network is IPv4 alone.
+    let (_world, net) = world_with_pod("validate").unwrap();
+    apply_redirect(&net.ns, Variant::V4Only).unwrap();
+    net.ns.sysctl("net/ipv6/conf/all/disable_ipv6", "1").unwrap();
+    let mut command = net.ns.command(BIN).unwrap();
+    command.arg("validate");
+    let ended = run(command);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(ended.out.contains("IPv4 is redirected to port 4140, IPv6 has no route"), "{ended:?}");
 }

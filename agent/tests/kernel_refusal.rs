@@ -57,8 +57,7 @@ impl Scene {
         let [app, proxy] = ["a", "b"].map(|digit| pod.container(&digit.repeat(64)).unwrap());
         let id = pod.id().unwrap();
         let known = wait::until("the pod's entry", wait::HANG, || maps.policy(id)).unwrap();
-        let policy =
-            PodPolicy { kind: PodKind::Meshed.code(), proxy_cgroup: proxy.id().unwrap(), ..known };
+        let policy = PodPolicy { kind: PodKind::Meshed.code(), proxy_cgroup: proxy.id().unwrap(), ..known };
         maps.set_policy(id, &policy).unwrap();
         let process = process(&net.ns, &app);
         Self { _server: server, _process: process, world, net, pod, app, proxy, id }
@@ -133,7 +132,12 @@ fn the_first_refused_connect_fails_at_once_whatever_its_kind() {
     for kind in KINDS {
         // The agent has not heard that the pod is meshed, so each is judged at its SYN.
         let report = scene.again(kind, 200);
-        println!("{kind}: first {} µs, p50 {}, p99 {}", report.count("first_us"), report.count("p50_us"), report.count("p99_us"));
+        println!(
+            "{kind}: first {} µs, p50 {}, p99 {}",
+            report.count("first_us"),
+            report.count("p50_us"),
+            report.count("p99_us")
+        );
         assert_eq!(report.json()["ends"], json!({"ECONNABORTED": 200}), "{kind}: {report}");
     }
     assert_eq!(scene.world.syns().unwrap(), 0);
@@ -155,7 +159,12 @@ fn later_connects_of_a_pod_that_is_known_to_bypass_are_refused_by_connect() {
     }
     for kind in KINDS {
         let report = scene.again(kind, 1000);
-        println!("{kind}: p50 {} µs, p99 {}, max {}", report.count("p50_us"), report.count("p99_us"), report.count("max_us"));
+        println!(
+            "{kind}: p50 {} µs, p99 {}, max {}",
+            report.count("p50_us"),
+            report.count("p99_us"),
+            report.count("max_us")
+        );
         let refused = report.json()["ends"]["EPERM"].as_u64().unwrap_or(0);
         let judged = report.json()["ends"]["ECONNABORTED"].as_u64().unwrap_or(0);
         assert_eq!(refused + judged, 1000, "{report}");
@@ -173,7 +182,12 @@ fn a_repaired_pod_recovers_with_an_agent_and_without() {
         let (scene, maps, agent) = remembering(&machine);
         assert_eq!(scene.again("v4", 1).json()["ends"], json!({"ECONNABORTED": 1}));
         agent.until("the refusal", |_| (maps.policy(scene.id)?.flags & POD_FASTFAIL4 != 0).then_some(()));
-        let agent = if alive { Some(agent) } else { agent.kill(); None };
+        let agent = if alive {
+            Some(agent)
+        } else {
+            agent.kill();
+            None
+        };
         let _proxy = scene.repair();
         let connect = || scene.traffic().run(&[&"tcp4", &FAR4, &PORT]).unwrap();
         // A helper starts slower than a second on a slow machine: what counts is that none fails after the first.
@@ -234,11 +248,17 @@ fn no_other_socket_is_touched() {
     }
     let _process = process(&other_net.ns, &other_app);
     let hold = |ns, cgroup: &Cgroup| {
-        Traffic::new().netns(ns).cgroup(cgroup).option("interval-ms", 0).spawn(&[&"hold", &FAR4, &PORT]).unwrap()
+        Traffic::new()
+            .netns(ns)
+            .cgroup(cgroup)
+            .option("interval-ms", 0)
+            .spawn(&[&"hold", &FAR4, &PORT])
+            .unwrap()
     };
     let (mut mine, theirs) = (hold(&scene.net.ns, &scene.app), hold(&other_net.ns, &other_app));
     let (sockets, metrics) = sockets();
-    let rules = Rules { proxy_cgroup: 1, proxy_uid: None, families: [true; 2], exemptions: Exemptions::default() };
+    let rules =
+        Rules { proxy_cgroup: 1, proxy_uid: None, families: [true; 2], exemptions: Exemptions::default() };
     let [socket] = &list(&sockets, scene.id, &rules, &[])[..] else { panic!("one connection") };
     let [twin] = &list(&sockets, other.id().unwrap(), &rules, &[])[..] else { panic!("one connection") };
     assert_eq!((socket.local, socket.remote), (twin.local, twin.remote));
@@ -313,7 +333,10 @@ fn connections_older_than_the_programs_are_found_and_aborted() {
     for living in [proxys, inbound, local] {
         assert!(living.finish().unwrap().ok());
     }
-    assert!(maps.counters(scene.id).is_none_or(|counters| counters.count[Counter::BypassDropped.code() as usize] == 0));
+    assert!(
+        maps.counters(scene.id)
+            .is_none_or(|counters| counters.count[Counter::BypassDropped.code() as usize] == 0)
+    );
     drop(scene.pod);
     agent.kill();
 }

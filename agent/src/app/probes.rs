@@ -62,8 +62,11 @@ impl Agent<'_> {
         let (refuse, refusals) = mpsc::channel(QUEUE);
         let _ = context.probe.set(Handle::new(ask, last));
         // Adopted programs have seen every connection that began since.
-        let old: BTreeSet<u64> =
-            if kernel.adopted() { BTreeSet::new() } else { snapshots.borrow().pods.keys().copied().collect() };
+        let old: BTreeSet<u64> = if kernel.adopted() {
+            BTreeSet::new()
+        } else {
+            snapshots.borrow().pods.keys().copied().collect()
+        };
         let probing = Probing {
             client,
             sockets: sockets.clone(),

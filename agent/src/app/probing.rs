@@ -165,7 +165,9 @@ impl State {
         }
         self.with.metrics.duration.observe(probed.took.as_secs_f64());
         let Some(view) = view else { return probed };
-        let early = answers.iter().any(|answer| matches!(answer, Answer::Failed { reason } if Failure::is_early(reason)));
+        let early = answers
+            .iter()
+            .any(|answer| matches!(answer, Answer::Failed { reason } if Failure::is_early(reason)));
         self.schedule.done(cgroup, early, Instant::now());
         if self.probed.get(&cgroup).is_none_or(|before| before.answers != answers) {
             tracing::info!(
@@ -223,7 +225,9 @@ impl State {
         let pod_mode = self.with.maps.policy(view.cgroup).map_or(0, |policy| policy.mode);
         let enforce = effective_mode(mode, pod_mode) == Mode::Enforce.code();
         let abort = match old {
-            Old::Listed(cookies, since) if enforce && now.duration_since(*since) >= self.with.grace => cookies.clone(),
+            Old::Listed(cookies, since) if enforce && now.duration_since(*since) >= self.with.grace => {
+                cookies.clone()
+            }
             _ => BTreeSet::new(),
         };
         let rules = Rules {
@@ -296,10 +300,11 @@ fn not_redirected(view: &PodView, probed: &Probed) -> [bool; 2] {
 /// since the last that was. A network that is still being set up so is not taken for a bypassing one.
 fn refused(view: &PodView, probed: &Probed, counters: &PodCounters) -> [bool; 2] {
     let [v4, v6] = not_redirected(view, probed);
-    let [v4_seen, v6_seen] =
-        [0, 1].map(|family: usize| match (counters.bypass_ns.get(family), counters.redirect_ns.get(family)) {
+    let [v4_seen, v6_seen] = [0, 1].map(|family: usize| {
+        match (counters.bypass_ns.get(family), counters.redirect_ns.get(family)) {
             (Some(bypass), Some(proof)) => bypass > proof,
             _ => false,
-        });
+        }
+    });
     [v4 && v4_seen, v6 && v6_seen]
 }

@@ -56,7 +56,9 @@ impl Records {
     /// # Errors
     /// [`BpfError::Map`], `E2BIG` when too many are under way.
     pub fn begin(&mut self, cookie: u64) -> Result<(), BpfError> {
-        self.0.insert(cookie, ProbeRecord::default(), 0).map_err(|source| BpfError::Map { map: "PROBES", source })
+        self.0
+            .insert(cookie, ProbeRecord::default(), 0)
+            .map_err(|source| BpfError::Map { map: "PROBES", source })
     }
 
     /// What came of it.

@@ -11,6 +11,7 @@ mod preflight;
 mod probe;
 mod status;
 mod table;
+mod validate;
 mod variables;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -69,6 +70,8 @@ enum Command {
     Canary,
     /// Look at, patch and clean up the node's CNI configuration
     Cni(cni::Cni),
+    /// Prove from inside a pod that its connections are redirected (an init container; no privileges)
+    Validate(validate::Args),
     /// Print the version
     Version,
 }
@@ -104,6 +107,7 @@ pub fn main() -> Exit {
             Exit::Ok
         }
         Command::Cni(command) => cni::main(&command),
+        Command::Validate(args) => validate::run(&args),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

@@ -117,7 +117,12 @@ impl Client {
 impl Helper {
     async fn start(place: &Place) -> io::Result<Self> {
         let mut command = std::process::Command::new("/proc/self/exe");
-        command.arg(COMMAND).arg("--bpf-dir").arg(&place.bpf_dir).arg("--cgroup-root").arg(&place.cgroup_root);
+        command
+            .arg(COMMAND)
+            .arg("--bpf-dir")
+            .arg(&place.bpf_dir)
+            .arg("--cgroup-root")
+            .arg(&place.cgroup_root);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         // As long as it lives, what it sends is dropped: the program's link is open in it too.
         bind_life(&mut command, place.link.try_clone()?);
@@ -143,7 +148,10 @@ impl Drop for Client {
         while fs::remove_dir(&self.place.cgroup).is_err_and(|error| error.kind() != ErrorKind::NotFound)
             && start.elapsed() < END
         {
-            #[expect(clippy::disallowed_methods, reason = "the agent is ending, and the helper takes a moment to")]
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "the agent is ending, and the helper takes a moment to"
+            )]
             std::thread::sleep(Duration::from_millis(1));
         }
     }

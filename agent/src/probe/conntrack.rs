@@ -44,7 +44,8 @@ fn delete(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
         IpAddr::V6(ip) => ip.octets().to_vec(),
     };
     let [source, destination] = kinds;
-    let addresses = [attribute(source, &octets(from.ip())), attribute(destination, &octets(to.ip()))].concat();
+    let addresses =
+        [attribute(source, &octets(from.ip())), attribute(destination, &octets(to.ip()))].concat();
     let ports = [
         attribute(CTA_PROTO_NUM, &[IPPROTO_TCP]),
         attribute(CTA_PROTO_SRC_PORT, &from.port().to_be_bytes()),

@@ -40,8 +40,8 @@ pub const READY: &str = "ready";
 /// One sentence, when it cannot work at all.
 pub fn run(Args { bpf_dir, cgroup_root }: &Args) -> Result<(), String> {
     let mut records = Records::open(bpf_dir).map_err(|error| error.to_string())?;
-    let finder = Finder::new(cgroup_root)
-        .map_err(|error| format!("cannot look for network namespaces: {error}"))?;
+    let finder =
+        Finder::new(cgroup_root).map_err(|error| format!("cannot look for network namespaces: {error}"))?;
     let home = File::open("/proc/self/ns/net")
         .map_err(|error| format!("cannot open this network namespace: {error}"))?;
     is_seen(&mut records)?;
@@ -76,7 +76,12 @@ fn answer(records: &mut Records, finder: &Finder, home: &File, question: &Ask) -
     let Ask { cgroup, netns, id, to } = question;
     let netns = match finder.open(*cgroup, netns.as_deref().map(Path::new)) {
         Ok(netns) => netns,
-        Err(error) => return Ok(Said([Answer::from(Failure::Netns(error)).into(), Answer::from(Failure::Netns(error)).into()])),
+        Err(error) => {
+            return Ok(Said([
+                Answer::from(Failure::Netns(error)).into(),
+                Answer::from(Failure::Netns(error)).into(),
+            ]));
+        }
     };
     if enter(&netns).is_err() {
         let failed = Answer::from(Failure::Netns(crate::cgroup::netns::NetnsError::Denied));

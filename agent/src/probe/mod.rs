@@ -13,6 +13,7 @@ pub mod metrics;
 pub mod routes;
 pub mod schedule;
 pub mod target;
+pub mod validate;
 pub mod wire;
 
 pub use answer::Answer;

@@ -53,7 +53,10 @@ mod tests {
     fn what_the_mesh_exempts_is_not_asked() {
         let free = Target::default();
         assert_eq!(free.id, 10_001);
-        assert_eq!(free.to, [Some("192.0.2.1:80".parse().unwrap()), Some("[2001:db8::1]:80".parse().unwrap())]);
+        assert_eq!(
+            free.to,
+            [Some("192.0.2.1:80".parse().unwrap()), Some("[2001:db8::1]:80".parse().unwrap())]
+        );
 
         let exemptions = Exemptions {
             out_ports: vec![PortRange::new(80, 8080).unwrap(), PortRange::one(8443)],

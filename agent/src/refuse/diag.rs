@@ -70,7 +70,8 @@ pub fn destroy(local: SocketAddr, remote: SocketAddr, device: u32, cookie: u64) 
     body.extend(octets(remote.ip()));
     body.extend(device.to_ne_bytes());
     // The lower half first, whatever the byte order.
-    let [low, high] = [cookie & 0xffff_ffff, cookie >> 32].map(|half| u32::try_from(half).unwrap_or_default());
+    let [low, high] =
+        [cookie & 0xffff_ffff, cookie >> 32].map(|half| u32::try_from(half).unwrap_or_default());
     body.extend(low.to_ne_bytes());
     body.extend(high.to_ne_bytes());
     body

@@ -73,9 +73,7 @@ mod tests {
             },
         };
         let listening = BTreeSet::from([8080, 40_000]);
-        let keeps = |socket: Socket| {
-            !past_the_proxy(vec![socket], &listening, &EPHEMERAL, &rules).is_empty()
-        };
+        let keeps = |socket: Socket| !past_the_proxy(vec![socket], &listening, &EPHEMERAL, &rules).is_empty();
         assert!(keeps(socket("10.0.0.5:50000", "10.0.0.1:80", 8, 1000)));
         // The proxy's user in another container is no proxy.
         assert!(keeps(socket("10.0.0.5:50000", "10.0.0.1:80", 8, 2102)));

@@ -8,7 +8,9 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
+use rustix::net::{
+    AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with,
+};
 
 pub use rustix::net::netlink::{NETFILTER, SOCK_DIAG};
 
@@ -31,8 +33,7 @@ impl Netlink {
     /// # Errors
     /// As socket(2) says: `EPROTONOSUPPORT` where the kernel has no such protocol.
     pub fn open(protocol: Protocol) -> io::Result<Self> {
-        let fd =
-            socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, Some(protocol))?;
+        let fd = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, Some(protocol))?;
         set_socket_timeout(&fd, Timeout::Recv, Some(PATIENCE))?;
         Ok(Self(fd))
     }
@@ -96,7 +97,11 @@ pub fn attribute(kind: u16, payload: &[u8]) -> Vec<u8> {
 }
 
 /// Types and payloads of what follows each other, each with a length in front and padded to four bytes.
-fn split(mut rest: &[u8], header: usize, of: fn(&[u8]) -> Option<(usize, u16)>) -> impl Iterator<Item = (u16, &[u8])> {
+fn split(
+    mut rest: &[u8],
+    header: usize,
+    of: fn(&[u8]) -> Option<(usize, u16)>,
+) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let (len, kind) = of(rest)?;
         let body = rest.get(header..len)?;

@@ -78,9 +78,8 @@ pub fn open_cgroup(mount: BorrowedFd<'_>, id: u64) -> io::Result<OwnedFd> {
     let mut handle = Handle { bytes: 8, kind: FILEID_KERNFS, id };
     let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
     // SAFETY: the handle is as long as it says, and the kernel only reads it.
-    let fd = unsafe {
-        libc::open_by_handle_at(mount.as_raw_fd(), std::ptr::from_mut(&mut handle).cast(), flags)
-    };
+    let fd =
+        unsafe { libc::open_by_handle_at(mount.as_raw_fd(), std::ptr::from_mut(&mut handle).cast(), flags) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -2,10 +2,10 @@
 
 use std::fs::File;
 use std::io::{self, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
-use std::os::fd::{AsFd as _, OwnedFd};
 
 /// Makes `command` enter a cgroup before it runs, so that even its first socket belongs there.
 ///

@@ -31,7 +31,9 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     }
     let first = took.first().copied().unwrap_or(0);
     took.sort_unstable();
-    let at = |part: usize| took.get((took.len() * part / 100).min(took.len().saturating_sub(1))).copied().unwrap_or(0);
+    let at = |part: usize| {
+        took.get((took.len() * part / 100).min(took.len().saturating_sub(1))).copied().unwrap_or(0)
+    };
     Ok(Line::new("again")
         .counts("ends", &ends)
         .raw("first_us", first)
