@@ -74,6 +74,7 @@ impl Agent<'_> {
             snapshots: snapshots.clone(),
             refusals: refuse,
             answers,
+            findings: None,
             metrics: probes,
             interval: Duration::from_secs(self.config.probe_interval.into()),
             grace: Duration::from_secs(self.config.preexisting_grace.into()),

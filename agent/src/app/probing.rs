@@ -10,8 +10,12 @@ use nobypass_common::verdict::effective_mode;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
+use super::older::{Looked, Older};
 use super::react::News;
 use crate::bpf::Maps;
+use crate::detect::evidence::{Evidence, Family};
+use crate::detect::tracker::Finding;
+use crate::mesh::{Membership, Meshed, Profiles, recognise};
 use crate::policy::refuse::Refuse;
 use crate::policy::{PodView, Snapshot};
 use crate::probe::client::Client;
@@ -21,8 +25,7 @@ use crate::probe::schedule::Schedule;
 use crate::probe::target::{Target, target};
 use crate::probe::wire::Ask;
 use crate::probe::{Answer, Answers, Failure, Probed};
-use crate::refuse::preexisting::Rules;
-use crate::refuse::sockets::{Job, PodRef, Sockets};
+use crate::refuse::sockets::Sockets;
 use crate::sys::clock::monotonic_ns;
 
 /// How often the kernel's evidence about refused pods is read.
@@ -38,6 +41,8 @@ pub(super) struct Probing {
     pub snapshots: watch::Receiver<Snapshot>,
     pub refusals: mpsc::Sender<Refuse>,
     pub answers: watch::Sender<Answers>,
+    /// To the keeper of verdicts.
+    pub findings: Option<mpsc::Sender<Finding>>,
     pub metrics: Metrics,
     pub interval: Duration,
     /// How long a connection that is older than the programs may go on where they enforce.
@@ -48,21 +53,12 @@ pub(super) struct Probing {
     pub refuses: bool,
 }
 
-/// Connections of one pod that are older than the programs.
-#[derive(Default)]
-enum Old {
-    #[default]
-    NotListed,
-    /// Cookies of those found, and when.
-    Listed(BTreeSet<u64>, Instant),
-}
-
 struct State {
     with: Probing,
     schedule: Schedule,
     probed: BTreeMap<u64, Probed>,
     refused: HashMap<u64, [bool; 2]>,
-    old: HashMap<u64, Old>,
+    older: Older,
 }
 
 /// Works until its channels close.
@@ -72,9 +68,9 @@ pub(super) async fn run(
     mut news: mpsc::Receiver<News>,
 ) -> Ended {
     let mut snapshots = with.snapshots.clone();
-    let old = with.old.iter().map(|cgroup| (*cgroup, Old::default())).collect();
+    let older = Older::new(&with.old, with.grace);
     let schedule = Schedule::new(with.interval);
-    let mut state = State { with, schedule, probed: BTreeMap::new(), refused: HashMap::new(), old };
+    let mut state = State { with, schedule, probed: BTreeMap::new(), refused: HashMap::new(), older };
     state.follow(&snapshots.borrow_and_update().clone());
     let mut look = tokio::time::interval(LOOK);
     loop {
@@ -124,7 +120,7 @@ impl State {
         let before = self.probed.len();
         self.probed.retain(|cgroup, _| snapshot.pods.contains_key(cgroup));
         self.refused.retain(|cgroup, _| live.contains(cgroup));
-        self.old.retain(|cgroup, _| snapshot.pods.contains_key(cgroup));
+        self.older.retain(|cgroup| snapshot.pods.contains_key(&cgroup));
         if self.probed.len() != before {
             self.publish();
         }
@@ -151,13 +147,17 @@ impl State {
     }
 
     async fn ask(&mut self, cgroup: u64) -> Probed {
-        let view = self.with.snapshots.borrow().pods.get(&cgroup).cloned();
+        let (view, profiles) = {
+            let snapshot = self.with.snapshots.borrow();
+            (snapshot.pods.get(&cgroup).cloned(), Arc::clone(&snapshot.profiles))
+        };
         let at_ns = monotonic_ns();
         let start = Instant::now();
+        let meshed = view.as_ref().and_then(|view| meshed(view, &profiles));
         let answers = match (&view, &mut self.with.client) {
             (None, _) => [Failure::Unknown.into(); 2],
             (Some(_), None) => [Failure::Helper.into(); 2],
-            (Some(view), Some(client)) => client.ask(&question(view)).await,
+            (Some(view), Some(client)) => client.ask(&question(view, meshed.as_ref())).await,
         };
         let probed = Probed { answers, at_ns, took: start.elapsed() };
         for answer in answers {
@@ -177,9 +177,19 @@ impl State {
         }
         self.probed.insert(cgroup, probed);
         self.publish();
+        for (family, answer) in Family::ALL.into_iter().zip(answers) {
+            self.find(&view, Evidence::Probe { family, answer, at: at_ns });
+        }
         self.refuse(&view, &probed).await;
-        self.preexisting(&view, &probed).await;
+        self.preexisting(&view, &probed, meshed.as_ref()).await;
         probed
+    }
+
+    /// Tells the keeper of verdicts; what is lost is found again by the next question.
+    fn find(&self, view: &PodView, evidence: Evidence) {
+        if let Some(findings) = &self.with.findings {
+            let _ = findings.try_send(Finding { uid: view.uid, cgroup: view.cgroup, evidence });
+        }
     }
 
     fn publish(&self) {
@@ -210,83 +220,46 @@ impl State {
     }
 
     /// Connections that began before there were programs to see it.
-    async fn preexisting(&mut self, view: &PodView, probed: &Probed) {
-        let (Some(old), Some(sockets)) = (self.old.get_mut(&view.cgroup), &self.with.sockets) else { return };
+    async fn preexisting(&mut self, view: &PodView, probed: &Probed, meshed: Option<&Meshed>) {
+        let Some(sockets) = &self.with.sockets else { return };
         let families = not_redirected(view, probed);
         if families == [false; 2] {
             // A pod that could not be asked is asked again.
             if !probed.answers.iter().any(|answer| matches!(answer, Answer::Failed { .. })) {
-                self.old.remove(&view.cgroup);
+                self.older.forget(view.cgroup);
             }
             return;
         }
-        let now = Instant::now();
         let mode = self.with.maps.config().map_or(0, |config| config.mode);
         let pod_mode = self.with.maps.policy(view.cgroup).map_or(0, |policy| policy.mode);
         let enforce = effective_mode(mode, pod_mode) == Mode::Enforce.code();
-        let abort = match old {
-            Old::Listed(cookies, since) if enforce && now.duration_since(*since) >= self.with.grace => {
-                cookies.clone()
-            }
-            _ => BTreeSet::new(),
+        let Some(Looked { left, again }) = self.older.look(view, meshed, families, enforce, sockets).await
+        else {
+            return;
         };
-        let rules = Rules {
-            proxy_cgroup: view.proxy_cgroup,
-            proxy_uid: view.proxy_uid,
-            families,
-            exemptions: (*view.exemptions).clone(),
-        };
-        let (reply, found) = oneshot::channel();
-        let pod = PodRef { cgroup: view.cgroup, netns: view.netns.clone() };
-        sockets.send(Job::Preexisting { pod, rules: Box::new(rules), abort: abort.clone(), reply });
-        let found = match found.await {
-            Ok(Ok(found)) => found,
-            Ok(Err(error)) => {
-                tracing::warn!(namespace = %view.namespace, pod = %view.name, %error, "cannot list older connections");
-                return;
-            }
-            Err(_) => return,
-        };
-        let cookies: BTreeSet<u64> = found.iter().map(|socket| socket.cookie).collect();
-        match old {
-            Old::NotListed => {
-                for socket in found.iter().take(LINES) {
-                    tracing::warn!(
-                        namespace = %view.namespace, pod = %view.name, reason = "preexisting", dst = %socket.remote,
-                        uid = socket.uid, "a connection past the proxy is older than the programs"
-                    );
-                }
-                sockets.count_old("reported", found.len());
-                *old = Old::Listed(cookies, now);
-            }
-            Old::Listed(first, _) => {
-                if !abort.is_empty() {
-                    let aborted = cookies.intersection(&abort).count();
-                    tracing::warn!(
-                        namespace = %view.namespace, pod = %view.name, connections = aborted,
-                        "aborted connections past the proxy that were older than the programs"
-                    );
-                    sockets.count_old("aborted", aborted);
-                }
-                first.retain(|cookie| cookies.contains(cookie) && !abort.contains(cookie));
-            }
+        if let Some(again) = again {
+            self.schedule.by(view.cgroup, again);
         }
-        match old {
-            Old::Listed(left, _) if left.is_empty() => {
-                self.old.remove(&view.cgroup);
-            }
-            _ => self.schedule.by(view.cgroup, now + self.with.grace),
+        for (family, connections) in Family::ALL.into_iter().zip(left) {
+            self.find(view, Evidence::Preexisting { family, connections, at: probed.at_ns });
         }
     }
 }
 
-/// Lines in the log for older connections of one pod.
-const LINES: usize = 10;
+/// What the mesh wants of a pod; `None` while only an earlier agent's word of it is known.
+fn meshed(view: &PodView, profiles: &Profiles) -> Option<Meshed> {
+    match recognise(view.facts.as_ref()?, profiles.as_slice()) {
+        Membership::Meshed(meshed) => Some(*meshed),
+        Membership::NotMeshed { .. } | Membership::Exempt { .. } | Membership::Unsupported { .. } => None,
+    }
+}
 
-fn question(view: &PodView) -> Ask {
-    let proxies: Vec<u32> = view.proxy_uid.into_iter().collect();
-    let Target { id, to } = target(&view.exemptions, &proxies);
-    Ask { cgroup: view.cgroup, netns: view.netns.as_deref().map(Into::into), id, to }
+fn question(view: &PodView, meshed: Option<&Meshed>) -> Ask {
+    let Target { id, to } = meshed.map_or_else(Target::default, |meshed| {
+        let proxies: Vec<u32> = meshed.proxy_uid.into_iter().chain(meshed.proxy_gid).collect();
+        target(&meshed.exemptions, &proxies)
+    });
+    Ask { cgroup: view.cgroup, netns: view.netns().map(Into::into), id, to }
 }
 
 /// Families that should be redirected and are not.

@@ -32,7 +32,7 @@ impl Reactions {
     /// Lets a refused connection fail now instead of after minutes, and asks the pod's network what is wrong.
     pub(super) fn to(&self, event: &Event, snapshot: &Snapshot) {
         if let (Some(sockets), Some(target)) = (&self.sockets, refused(event)) {
-            let netns = snapshot.pods.get(&event.pod).and_then(|view| view.netns.clone());
+            let netns = snapshot.pods.get(&event.pod).and_then(|view| view.netns()).map(Into::into);
             sockets.send(Job::Abort(PodRef { cgroup: event.pod, netns }, target));
         }
         if u32::from(event.verdict) == Verdict::Bypass.code() {

@@ -2,9 +2,12 @@
 
 use std::collections::HashMap;
 
-use nobypass_common::abi::{POD_FASTFAIL4, POD_FASTFAIL6, PodPolicy};
+use nobypass_common::abi::{POD_FASTFAIL4, POD_FASTFAIL6, PodPolicy, Refusal};
 use nobypass_common::ids::PodKind;
 use tokio::sync::oneshot;
+
+use crate::bpf::Maps;
+use crate::sys::clock::monotonic_ns;
 
 /// All flags of a refusal.
 pub const FLAGS: u32 = POD_FASTFAIL4 | POD_FASTFAIL6;
@@ -27,6 +30,29 @@ pub fn flags(refused: &HashMap<u64, [bool; 2]>, cgroup: u64, policy: &PodPolicy)
         return 0;
     }
     (if v4 { POD_FASTFAIL4 } else { 0 }) | (if v6 { POD_FASTFAIL6 } else { 0 })
+}
+
+/// Notes what is wanted, and gives the pod's entry as it has to be written; `None` if it is right.
+pub fn change(
+    refused: &mut HashMap<u64, [bool; 2]>,
+    maps: &mut Maps,
+    Refuse { cgroup, families, done: _ }: &Refuse,
+) -> Option<PodPolicy> {
+    if families.contains(&true) {
+        refused.insert(*cgroup, *families);
+    } else {
+        refused.remove(cgroup);
+    }
+    let old = maps.policy(*cgroup)?;
+    let flags = old.flags & !FLAGS | self::flags(refused, *cgroup, &old);
+    if flags & !old.flags != 0 {
+        // As if one had been let through just now; nothing is healed yet.
+        let refusal = Refusal { tried_ns: [monotonic_ns(); 2], healed_ns: [0; 2] };
+        if let Err(error) = maps.set_refusal(*cgroup, &refusal) {
+            tracing::warn!(%error, cgroup, "connections of this pod will fail a little later, at the SYN");
+        }
+    }
+    (flags != old.flags).then_some(PodPolicy { flags, ..old })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
 use super::diag::Socket;
-use crate::mesh::Exemptions;
+use crate::mesh::{Exemptions, Listed};
 
 /// What is known of the pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,7 +41,11 @@ pub fn past_the_proxy(
         let begun = !listening.contains(&local.port()) && ephemeral.contains(&local.port());
         let exempt = exemptions.out_ports.iter().any(|range| range.contains(remote.port()))
             || exemptions.out_cidrs.iter().any(|cidr| cidr.contains(&remote.ip()))
-            || exemptions.uids.contains(&socket.uid);
+            || exemptions.uids.contains(&socket.uid)
+            || exemptions.listed.as_ref().is_some_and(|Listed { ports, cidrs }| {
+                !ports.iter().any(|range| range.contains(remote.port()))
+                    && !cidrs.iter().any(|cidr| cidr.contains(&remote.ip()))
+            });
         judged && leaves && begun && !exempt && !of_proxy(socket)
     };
     established.into_iter().filter(bypasses).collect()

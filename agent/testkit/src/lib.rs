@@ -3,14 +3,18 @@
 //! Everything here needs root and cleans up after itself: namespaces live only as long as a file descriptor of this
 //! process, child processes die with it, and cgroups are removed when their guard is dropped.
 
+pub mod apiserver;
 pub mod bpf;
 pub mod cgroup;
+pub mod control_plane;
 pub mod foreign;
 pub mod images;
 pub mod netns;
 pub mod node;
+pub mod port;
 pub mod proc;
 pub mod redirect;
+pub mod servers;
 pub mod sniff;
 pub mod traffic;
 pub mod wait;
