@@ -114,7 +114,13 @@ pub(super) async fn run(
 impl State {
     /// Meshed pods are asked, from the moment they are known.
     fn follow(&mut self, snapshot: &Snapshot) {
-        let asked = |view: &&Arc<PodView>| view.kind == PodKind::Meshed && !view.unsupported;
+        // The plugins have run when a sandbox is ready. Who knows of no sandbox knows it by the first process.
+        let ready = |view: &PodView| {
+            let sandbox = view.facts.as_ref().and_then(|facts| facts.sandbox.as_ref());
+            sandbox.is_none_or(|sandbox| sandbox.ready)
+        };
+        let asked =
+            |view: &&Arc<PodView>| view.kind == PodKind::Meshed && !view.unsupported && ready(view);
         let live: BTreeSet<u64> = snapshot.pods.values().filter(asked).map(|view| view.cgroup).collect();
         self.schedule.keep(&live, Instant::now());
         let before = self.probed.len();

@@ -359,9 +359,7 @@ impl Keeper {
 
     fn refuse(&mut self, refuse: Refuse) {
         if let Some(policy) = refuse::change(&mut self.refused, &mut self.maps, &refuse) {
-            if let Some((written, _)) = self.written.get_mut(&refuse.cgroup) {
-                written.flags = policy.flags;
-            }
+            self.written.entry(refuse.cgroup).and_modify(|(written, _)| written.flags = policy.flags);
             self.write(refuse.cgroup, policy);
         }
         // Nobody waiting is no error.

@@ -44,15 +44,15 @@ pub fn change(
         refused.remove(cgroup);
     }
     let old = maps.policy(*cgroup)?;
-    let flags = old.flags & !FLAGS | self::flags(refused, *cgroup, &old);
-    if flags & !old.flags != 0 {
+    let new = old.flags & !FLAGS | flags(refused, *cgroup, &old);
+    if new & !old.flags != 0 {
         // As if one had been let through just now; nothing is healed yet.
         let refusal = Refusal { tried_ns: [monotonic_ns(); 2], healed_ns: [0; 2] };
         if let Err(error) = maps.set_refusal(*cgroup, &refusal) {
             tracing::warn!(%error, cgroup, "connections of this pod will fail a little later, at the SYN");
         }
     }
-    (flags != old.flags).then_some(PodPolicy { flags, ..old })
+    (new != old.flags).then_some(PodPolicy { flags: new, ..old })
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The agent's side of the helper: starts it in its cgroup, and starts it anew when it broke.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -13,6 +13,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use super::helper::{COMMAND, READY};
 use super::wire::{Ask, Said};
 use super::{Answer, Failure};
+use crate::sys::netns::open_cgroup;
 use crate::sys::process::{bind_life, start_in_cgroup};
 
 /// The helper's cgroup, beside the pods'.
@@ -40,6 +41,20 @@ pub fn make_cgroup(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
         _ => Ok(()),
     }
+}
+
+/// Removes the helper's cgroup that an agent which was killed left, given cgroup ids of pods' parents.
+pub fn remove_left_cgroup(root: &Path, parents: &[u64]) -> io::Result<()> {
+    let mount = File::open(root)?;
+    for id in parents {
+        let parent = open_cgroup(mount.as_fd(), *id)?;
+        let path = fs::read_link(format!("/proc/self/fd/{}", parent.as_raw_fd()))?;
+        match fs::remove_dir(cgroup_beside(&path)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// What the helper needs.

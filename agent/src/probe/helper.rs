@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use super::Answer;
 use super::ask::ask;
 use super::failure::Failure;
-use super::wire::{Ask, Said};
+use super::wire::{Ask, Said, Word};
 use crate::bpf::probe::Records;
-use crate::cgroup::netns::Finder;
+use crate::cgroup::netns::{Finder, NetnsError};
 use crate::sys::netns::enter;
 
 /// The hidden sub-command.
@@ -74,18 +74,14 @@ fn is_seen(records: &mut Records) -> Result<(), String> {
 
 fn answer(records: &mut Records, finder: &Finder, home: &File, question: &Ask) -> Result<Said, String> {
     let Ask { cgroup, netns, id, to } = question;
-    let netns = match finder.open(*cgroup, netns.as_deref().map(Path::new)) {
-        Ok(netns) => netns,
-        Err(error) => {
-            return Ok(Said([
-                Answer::from(Failure::Netns(error)).into(),
-                Answer::from(Failure::Netns(error)).into(),
-            ]));
-        }
+    let failed = |error| {
+        let word = Word::from(Answer::from(Failure::Netns(error)));
+        Ok(Said([word.clone(), word]))
     };
-    if enter(&netns).is_err() {
-        let failed = Answer::from(Failure::Netns(crate::cgroup::netns::NetnsError::Denied));
-        return Ok(Said([failed.into(), failed.into()]));
+    match finder.open(*cgroup, netns.as_deref().map(Path::new)) {
+        Ok(netns) if enter(&netns).is_ok() => {}
+        Ok(_) => return failed(NetnsError::Denied),
+        Err(error) => return failed(error),
     }
     let answers = to.map(|to| match to {
         Some(to) => ask(records, to, *id).into(),
@@ -93,5 +89,9 @@ fn answer(records: &mut Records, finder: &Finder, home: &File, question: &Ask) -
     });
     // Otherwise the pod's network would live as long as this process.
     enter(home).map_err(|error| format!("cannot leave a pod's network namespace: {error}"))?;
+    // Somebody's rule there, or no program here any more?
+    if answers.contains(&Answer::from(Failure::NotSeen).into()) {
+        is_seen(records)?;
+    }
     Ok(Said(answers))
 }

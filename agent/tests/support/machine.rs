@@ -91,6 +91,8 @@ impl Machine {
         assert_eq!(self.programs(), [""; 0]);
         let inside: Vec<_> = fs::read_dir(self.scratch.kubepods()).unwrap().flatten().collect();
         assert!(inside.iter().all(|entry| !entry.file_type().unwrap().is_dir()), "{inside:?}");
+        let probes = self.scratch.top().join("nobypass-probe");
+        assert!(!probes.exists(), "{}", probes.display());
     }
 
     pub fn all_is_attached(&self) {
