@@ -7,6 +7,7 @@ mod bpf;
 mod ci;
 mod demo;
 mod exec;
+mod image;
 mod lint;
 mod machine;
 mod process;
@@ -86,6 +87,10 @@ enum Command {
         #[arg(last = true)]
         args: Vec<String>,
     },
+    /// Build the agent's container image, an OCI archive around one static program; no container engine is needed
+    ///
+    /// The same commit and tool-chain give the same bytes. Fails if the image gets larger than 20 MB.
+    Image(image::Args),
     /// Check format, lints of both halves and this repository's own rules
     Lint,
     /// All that a change has to pass: setup, lint, test, demo, and nothing left behind on the machine
@@ -114,6 +119,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
         Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
+        Command::Image(args) => image::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Lint => Ok(end(counted(lint::run()))),
         Command::Ci => Ok(end(ci::run())),
     }

@@ -13,7 +13,7 @@ use std::fs::{self, File, TryLockError};
 
 use anyhow::{Context as _, Result};
 
-pub use need::{BUILD, KERNEL, LINT, NODE, Need, only_names};
+pub use need::{BUILD, KERNEL, LINT, NODE, Need, names_a_loader, only_names};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
 

@@ -214,7 +214,7 @@ fn static_program(name: &str) -> Result<PathBuf, String> {
 }
 
 /// A dynamic ELF file names its loader (PT_INTERP) right behind its headers: `/lib64/ld-linux-x86-64.so.2`.
-fn names_a_loader(head: &[u8]) -> bool {
+pub fn names_a_loader(head: &[u8]) -> bool {
     head.windows(6).any(|part| part == b"/ld-li" || part == b"/ld-mu")
 }
 
