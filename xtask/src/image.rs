@@ -48,13 +48,14 @@ pub fn run(args: &Args) -> Result<()> {
         fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     }
     let mut image = Image::default();
-    image.executable(&program, "nobypass")?;
+    // Where the image's PATH finds it: `kubectl exec ... -- nobypass status`.
+    image.executable(&program, "bin/nobypass")?;
     for license in LICENSES {
         let path = repo_root().join(license);
         let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
         image.file(&format!("licenses/{license}"), text, 0o644);
     }
-    image.entrypoint(&["/nobypass"]);
+    image.entrypoint(&["/bin/nobypass"]);
     for (key, value) in [
         ("title", "nobypass"),
         ("description", package.description.as_str()),
