@@ -86,7 +86,9 @@ fn build(workspace: &Workspace, dev: bool) -> Result<PathBuf> {
     }
     rustc.args(["--", "-C", "target-feature=+crt-static", "-C", "strip=symbols"]);
     if !succeeds(&mut rustc)? {
-        bail!("nobypass does not link statically here, see above (the C library's archive is in libc6-dev, glibc-static, ...)");
+        bail!(
+            "nobypass does not link statically here, see above (the C library's archive is in libc6-dev, glibc-static, ...)"
+        );
     }
     Ok(workspace.target_dir.join(if dev { "debug" } else { "release" }).join("nobypass"))
 }

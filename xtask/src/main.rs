@@ -6,7 +6,9 @@ mod bench;
 mod bpf;
 mod ci;
 mod demo;
+mod deploy;
 mod exec;
+mod fuzz;
 mod image;
 mod lint;
 mod machine;
@@ -91,6 +93,22 @@ enum Command {
     ///
     /// The same commit and tool-chain give the same bytes. Fails if the image gets larger than 20 MB.
     Image(image::Args),
+    /// Feed generated input to parsers and planners, guided by coverage
+    #[command(after_help = fuzz::help())]
+    Fuzz {
+        /// Only these targets [default: all]
+        #[arg(value_name = "TARGET", hide_possible_values = true,
+              value_parser = PossibleValuesParser::new(fuzz::TARGETS.iter().map(|target| target.name)))]
+        targets: Vec<String>,
+        /// How long each target runs
+        #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+        seconds: u32,
+        /// For libFuzzer: files to try again, `-jobs=2`, ...
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
+    /// Render deploy/manifests from deploy/chart; `lint` fails where they differ
+    Render,
     /// Check format, lints of both halves and this repository's own rules
     Lint,
     /// All that a change has to pass: setup, lint, test, demo, and nothing left behind on the machine
@@ -98,6 +116,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if fuzz::is_wrapper() {
+        return fuzz::wrap();
+    }
     match run(Args::parse().command) {
         Ok(code) => code,
         Err(error) => {
@@ -119,7 +140,9 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
         Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
+        Command::Render => deploy::render().map(|()| ExitCode::SUCCESS),
         Command::Image(args) => image::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Fuzz { targets, seconds, args } => Ok(end(counted(fuzz::run(&targets, seconds, &args)))),
         Command::Lint => Ok(end(counted(lint::run()))),
         Command::Ci => Ok(end(ci::run())),
     }

@@ -5,6 +5,7 @@
 mod apt;
 mod need;
 mod rust;
+pub mod tool;
 mod toolchain;
 
 use std::env;
@@ -13,7 +14,7 @@ use std::fs::{self, File, TryLockError};
 
 use anyhow::{Context as _, Result};
 
-pub use need::{BUILD, KERNEL, LINT, NODE, Need, names_a_loader, only_names};
+pub use need::{BUILD, DEPLOY, FUZZ, KERNEL, LINT, NODE, Need, names_a_loader, only_names};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
 
@@ -101,6 +102,10 @@ fn install_missing(needs: &[Need], rust: &Rust) -> Result<Errors> {
             Source::BpfLinker => {
                 eprintln!("setup: building bpf-linker for LLVM {} (a minute or two, once)", rust.llvm);
                 toolchain::install_bpf_linker(rust)
+            }
+            Source::Tool(tool) => {
+                eprintln!("setup: installing {} (some minutes, once)", tool.program);
+                tool.install()
             }
         };
         if let Err(error) = result {

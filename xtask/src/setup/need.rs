@@ -5,6 +5,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use super::rust::Rust;
+use super::tool::{self, Tool};
 use super::toolchain;
 use crate::exec::find_program;
 
@@ -17,6 +18,7 @@ pub enum Need {
     Clippy,
     Protoc,
     Cc,
+    Cxx,
     Containerd,
     Runc,
     CniPlugins,
@@ -26,6 +28,9 @@ pub enum Need {
     Busybox,
     Conntrack,
     UtilLinux,
+    Helm,
+    KubernetesValidate,
+    Prometheus,
 }
 
 /// How a need is met.
@@ -39,6 +44,8 @@ pub enum Source {
     RustSrc,
     /// bpf-linker, built here.
     BpfLinker,
+    /// A pinned program of another ecosystem.
+    Tool(&'static Tool),
 }
 
 /// How to see that it is there, without asking a package manager.
@@ -54,6 +61,7 @@ pub enum Probe {
     RustProgram(&'static str),
     RustSrc,
     BpfLinker,
+    Tool(&'static Tool),
 }
 
 #[derive(Debug)]
@@ -73,7 +81,8 @@ const fn row(need: Need, name: &'static str, what: &'static str, probe: Probe, s
 use Probe::{AnyFile, Programs, RustProgram, StaticProgram};
 use Source::{Component, Package};
 
-pub const TABLE: [Row; 15] = [
+pub const TABLE: [Row; 19] = [
+    row(Need::Cxx, "g++", "compiles libFuzzer", Programs(&["c++"]), Package("g++")),
     row(Need::Cc, "gcc", "C compiler and linker", Programs(&["cc", "gcc"]), Package("gcc")),
     row(
         Need::Protoc,
@@ -143,22 +152,42 @@ pub const TABLE: [Row; 15] = [
         AnyFile(&["/usr/lib/cni/bridge", "/opt/cni/bin/bridge"]),
         Package("containernetworking-plugins"),
     ),
+    row(Need::Helm, "helm", "renders the chart", Probe::Tool(&tool::HELM), Source::Tool(&tool::HELM)),
+    row(
+        Need::KubernetesValidate,
+        "kubernetes-validate",
+        "checks manifests against Kubernetes' schemas",
+        Probe::Tool(&tool::KUBERNETES_VALIDATE),
+        Source::Tool(&tool::KUBERNETES_VALIDATE),
+    ),
+    row(
+        Need::Prometheus,
+        "prometheus",
+        "checks the alerts and scrapes the agent",
+        Programs(&["prometheus", "promtool"]),
+        Package("prometheus"),
+    ),
 ];
 
 /// For `cargo build` and everything that builds.
 pub const BUILD: &[Need] = &[Need::Cc, Need::Protoc, Need::RustSrc, Need::BpfLinker];
 /// Beside [`BUILD`]: for `cargo xtask lint`.
 pub const LINT: &[Need] = &[Need::Rustfmt, Need::Clippy];
+/// Beside [`BUILD`]: for `cargo xtask fuzz`.
+pub const FUZZ: &[Need] = &[Need::Cxx];
 /// Beside [`BUILD`]: network namespaces and redirect rules.
 pub const KERNEL: &[Need] =
     &[Need::UtilLinux, Need::Iproute2, Need::Iptables, Need::Nft, Need::Conntrack, Need::Busybox];
-/// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods.
-pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
+/// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods, and who watches them.
+pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins, Need::Prometheus];
+/// What checks `deploy/`.
+pub const DEPLOY: &[Need] = &[Need::Helm, Need::KubernetesValidate, Need::Prometheus];
 
 /// Which command needs what, for messages.
-const COMMANDS: [(&str, &[&[Need]]); 5] = [
+const COMMANDS: [(&str, &[&[Need]]); 6] = [
     ("cargo build", &[BUILD]),
-    ("cargo xtask lint", &[LINT]),
+    ("cargo xtask lint", &[LINT, DEPLOY]),
+    ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
     ("cargo xtask demo", &[KERNEL, NODE]),
@@ -189,6 +218,7 @@ impl Row {
             }
             Probe::RustSrc => toolchain::rust_src(rust),
             Probe::BpfLinker => toolchain::bpf_linker(rust),
+            Probe::Tool(tool) => tool.probe(),
         }
     }
 }
@@ -245,7 +275,7 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, KERNEL, NODE].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE].concat() {
             assert_eq!(lookup(need).need, need);
         }
         for row in &TABLE {
@@ -265,7 +295,8 @@ mod tests {
         let only = |names: &[&str]| select(&names.iter().map(ToString::to_string).collect::<Vec<_>>());
         assert_eq!(only(&[]).len(), TABLE.len());
         assert_eq!(only(&["runc", "rust-src"]), [Need::RustSrc, Need::Runc]);
-        assert_eq!(only(&["tools"]), [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy]);
+        let tools = [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy];
+        assert_eq!(only(&["tools"]), [&tools[..], &[Need::Helm, Need::KubernetesValidate]].concat());
         assert_eq!(only(&["tools", "packages"]).len(), TABLE.len());
     }
 
