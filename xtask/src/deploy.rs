@@ -64,6 +64,7 @@ pub fn render() -> Result<()> {
 
 /// Each check counts as one.
 pub fn check() -> Result<Tally> {
+    setup::ensure(DEPLOY)?;
     let mut total = Tally::default();
     for (name, check) in [
         ("chart", lint as fn() -> Result<()>),

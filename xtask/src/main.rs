@@ -107,8 +107,12 @@ enum Command {
         #[arg(last = true)]
         args: Vec<String>,
     },
-    /// Render deploy/manifests from deploy/chart; `lint` fails where they differ
-    Render,
+    /// Render deploy/manifests from deploy/chart
+    Render {
+        /// Write nothing; check chart, manifests and alerts, as `lint` does
+        #[arg(long)]
+        check: bool,
+    },
     /// Check format, lints of both halves and this repository's own rules
     Lint,
     /// All that a change has to pass: setup, lint, test, demo, and nothing left behind on the machine
@@ -140,7 +144,8 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
         Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
-        Command::Render => deploy::render().map(|()| ExitCode::SUCCESS),
+        Command::Render { check: true } => Ok(end(counted(deploy::check()))),
+        Command::Render { check: false } => deploy::render().map(|()| ExitCode::SUCCESS),
         Command::Image(args) => image::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Fuzz { targets, seconds, args } => Ok(end(counted(fuzz::run(&targets, seconds, &args)))),
         Command::Lint => Ok(end(counted(lint::run()))),
