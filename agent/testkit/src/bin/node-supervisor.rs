@@ -161,6 +161,8 @@ fn private_mounts(order: &Order) -> Result<()> {
             .context("bpffs on /sys/fs/bpf")?;
         mount("tracefs", "/sys/kernel/tracing", "tracefs", MountFlags::empty(), None).context("tracefs")?;
     }
+    // As on a node with systemd, where containers may see what is mounted after their start; nobody outside is told.
+    mount_change("/", MountPropagationFlags::SHARED | MountPropagationFlags::REC)?;
     Ok(())
 }
 
