@@ -24,8 +24,12 @@ fn nobypass(node: &Node, pod: &Pod, words: &[&str]) -> ExecOutput {
     node.exec(pod, CONTAINER, &[&["nobypass"], words].concat()).unwrap()
 }
 
+/// The node's state; null while the agent starts.
 fn status(node: &Node, pod: &Pod) -> Value {
     let said = nobypass(node, pod, &["status", "-o", "json"]);
+    if said.exit_code != 0 {
+        return Value::Null;
+    }
     serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"))
 }
 
