@@ -4,6 +4,7 @@
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
 pub mod app;
+pub mod backoff;
 pub mod bpf;
 pub mod cgroup;
 pub mod cli;

@@ -60,7 +60,7 @@ impl Debug for Node {
 }
 
 /// Labels of one series.
-type Labels = Vec<(&'static str, String)>;
+pub(crate) type Labels = Vec<(&'static str, String)>;
 
 /// Sums of one namespace and mesh.
 type Sums = BTreeMap<(String, String), [u64; COUNTERS]>;
@@ -301,7 +301,7 @@ fn add(sums: &mut Sums, namespace: &str, mesh: &str, counts: &[u64; COUNTERS]) {
     }
 }
 
-fn counters(
+pub(crate) fn counters(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,
@@ -314,7 +314,7 @@ fn counters(
     Ok(())
 }
 
-fn gauges(
+pub(crate) fn gauges(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,

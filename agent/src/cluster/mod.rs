@@ -1,10 +1,15 @@
 //! The connection to the Kubernetes API server, shared by everything that talks to it. Knows nothing of eBPF or CNI.
 
+pub mod error;
+pub mod watch;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+
+use crate::cli::exit::Exit;
 
 /// How long connecting may take.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -26,6 +31,16 @@ pub enum ClusterError {
     /// The TLS set-up is not valid.
     #[error("cannot set up a client for the API server: {0}")]
     Client(Box<kube::Error>),
+}
+
+impl ClusterError {
+    /// The exit code.
+    #[must_use]
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::NoServiceAccount(_) | Self::Kubeconfig { .. } | Self::Client(_) => Exit::Usage,
+        }
+    }
 }
 
 /// A client for the API server: of the pod's service account, or what `kubeconfig` says. Sends nothing yet, and so

@@ -198,17 +198,7 @@ mod tests {
     }
 
     fn facts() -> Arc<PodFacts> {
-        Arc::new(PodFacts {
-            uid: uid(),
-            static_pod_hash: None,
-            namespace: "ns".into(),
-            name: "a".into(),
-            labels: Default::default(),
-            annotations: Default::default(),
-            sandbox: None,
-            containers: Vec::new(),
-            containers_complete: false,
-        })
+        Arc::new(PodFacts::new(uid(), "ns", "a"))
     }
 
     #[test]

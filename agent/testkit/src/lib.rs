@@ -3,6 +3,7 @@
 //! Everything here needs root and cleans up after itself: namespaces live only as long as a file descriptor of this
 //! process, child processes die with it, and cgroups are removed when their guard is dropped.
 
+pub mod apiserver;
 pub mod bpf;
 pub mod cgroup;
 pub mod foreign;
