@@ -30,11 +30,13 @@ const VARIANTS: [(&str, &[&str]); 12] = [
             "metrics.dashboard.enabled=true",
             "networkPolicy.enabled=true",
             "image.pullSecrets={registry}",
-            "agent.profiles[0].name=osm",
             "cni.entry=\\{\\}",
         ],
     ),
-    ("nothing", &["cni.mode=off", "mode=off", "metrics.annotations=false", "tolerations=null"]),
+    (
+        "nothing",
+        &["cni.mode=off", "mode=off", "metrics.annotations=false", "tolerations=null", "agent.pods=cri"],
+    ),
     (
         "install",
         &["cni.mode=install", "cni.install.image=cr.l5d.io/linkerd/cni-plugin:v1.6.0", "cni.entry=\\{\\}"],
