@@ -45,6 +45,7 @@ fn image() -> &'static Path {
 pub struct Manifest {
     pod: Value,
     run: PathBuf,
+    policy: PathBuf,
     pod_parent: String,
 }
 
@@ -63,12 +64,17 @@ impl Manifest {
             assert!(text.contains(usual), "{usual}");
             text = text.replace(usual, here.to_str().unwrap());
         }
-        let mut documents = text.split("\n---\n").map(|text| serde_saphyr::from_str::<Value>(text).unwrap());
-        let daemonset = documents.find(|document| document["kind"] == "DaemonSet").unwrap();
+        let documents = documents(&text);
+        let of_kind = |kind: &str| documents.iter().find(|document| document["kind"] == kind).unwrap();
         let run = node.base_dir().join("agent-run");
-        fs::create_dir_all(&run).unwrap();
+        let policy = node.base_dir().join("agent-policy");
+        for dir in [&run, &policy] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        let text = of_kind("ConfigMap")["data"]["policy.yaml"].as_str().unwrap();
+        fs::write(policy.join("policy.yaml"), text).unwrap();
         let pod_parent = format!("/host{}", node.kubepods().display());
-        Self { pod: daemonset["spec"]["template"]["spec"].clone(), run, pod_parent }
+        Self { pod: of_kind("DaemonSet")["spec"]["template"]["spec"].clone(), run, policy, pod_parent }
     }
 
     fn container(&self) -> &Value {
@@ -85,6 +91,16 @@ impl Manifest {
     /// The agent's socket, as seen from the machine.
     pub fn socket(&self) -> PathBuf {
         self.run.join("agent.sock")
+    }
+
+    /// What a kubelet does some time after the ConfigMap has changed.
+    pub fn change_policy(&self, from: &str, to: &str) {
+        let path = self.policy.join("policy.yaml");
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.contains(from), "{text}");
+        let new = self.policy.join("..new");
+        fs::write(&new, text.replace(from, to)).unwrap();
+        fs::rename(new, path).unwrap();
     }
 
     /// Starts the pod with these capabilities.
@@ -154,9 +170,10 @@ impl Manifest {
         let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
         let host_path = match volume["hostPath"]["path"].as_str() {
             Some(path) => path.to_owned(),
+            None if volume["emptyDir"].is_object() => self.run.display().to_string(),
             None => {
-                assert!(volume["emptyDir"].is_object(), "{volume}");
-                self.run.display().to_string()
+                assert_eq!(volume["configMap"]["name"], "nobypass-policy", "{volume}");
+                self.policy.display().to_string()
             }
         };
         let propagation = match mount["mountPropagation"].as_str() {
@@ -172,6 +189,11 @@ impl Manifest {
             ..Default::default()
         }
     }
+}
+
+/// The documents of a YAML stream.
+pub fn documents(text: &str) -> Vec<Value> {
+    text.split("\n---\n").map(|text| serde_saphyr::from_str(text).unwrap()).collect()
 }
 
 fn variable(variable: &Value) -> cri::KeyValue {
