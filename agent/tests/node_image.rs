@@ -13,15 +13,17 @@ mod support {
     pub mod manifest;
     pub mod metrics;
     pub mod node;
+    pub mod yaml;
 }
 
 use nobypass_testkit::node::{ExecOutput, Node, Pod};
 use nobypass_testkit::{proc, wait};
 use serde_json::Value;
 use support::agent::request;
-use support::manifest::{CONTAINER, Manifest, build_image, repository};
+use support::manifest::{CONTAINER, Manifest, build_image};
 use support::metrics;
 use support::node::{connect, node, unprotected};
+use support::yaml::repository;
 
 fn nobypass(node: &Node, pod: &Pod, words: &[&str]) -> ExecOutput {
     node.exec(pod, CONTAINER, &[&["nobypass"], words].concat()).unwrap()
@@ -144,7 +146,9 @@ fn prometheus(node: &Node) -> proc::Proc {
         \x20 - targets: ['127.0.0.1:9910']\n    labels: {node: n1, namespace: nobypass-system, pod: nobypass-x}\n";
     std::fs::write(dir.join("prometheus.yml"), config).unwrap();
     let mut command = node.command("prometheus").unwrap();
-    command.current_dir(&dir).args(["--config.file=prometheus.yml", "--storage.tsdb.path=data"]);
+    // Absolute: entering the node's mount namespace changes the working directory.
+    command.arg(format!("--config.file={}", dir.join("prometheus.yml").display()));
+    command.arg(format!("--storage.tsdb.path={}", dir.join("data").display()));
     command.arg("--web.listen-address=127.0.0.1:9090");
     command.stderr(std::fs::File::create(dir.join("log")).unwrap());
     proc::spawn(command).unwrap()
@@ -171,7 +175,10 @@ fn expect_alert(node: &Node, name: &str, labels: &[(&str, &str)]) {
         let found = query(node, &format!("ALERTS{{{matchers}}}")).ok()?;
         (!found.as_array()?.is_empty()).then_some(())
     });
-    fired.unwrap_or_else(|error| panic!("{error}: {:?}", query(node, "ALERTS")));
+    fired.unwrap_or_else(|error| {
+        let log = std::fs::read_to_string(node.base_dir().join("prometheus/log")).unwrap();
+        panic!("{error}: {:?}\n{log}", query(node, "ALERTS"))
+    });
 }
 
 #[test]

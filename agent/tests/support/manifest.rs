@@ -10,13 +10,10 @@ use nobypass_testkit::cgroup;
 use nobypass_testkit::node::{Node, Pod, PodSpec};
 use serde_json::Value;
 
+use super::yaml::{documents, repository};
+
 /// The container's name in the manifest.
 pub const CONTAINER: &str = "nobypass";
-
-/// The repository.
-pub fn repository() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
-}
 
 /// Runs `cargo xtask image --dev` and gives the archive.
 pub fn build_image(to: &Path) -> Vec<u8> {
@@ -189,11 +186,6 @@ impl Manifest {
             ..Default::default()
         }
     }
-}
-
-/// The documents of a YAML stream.
-pub fn documents(text: &str) -> Vec<Value> {
-    text.split("\n---\n").map(|text| serde_saphyr::from_str(text).unwrap()).collect()
 }
 
 fn variable(variable: &Value) -> cri::KeyValue {

@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::manifest::{documents, repository};
+use super::yaml::{documents, repository};
 
 /// Names of the design that no agent exports yet: to become fewer. One that is exported must not stay here.
 const NOT_YET: [&str; 6] = [
