@@ -8,7 +8,8 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use crate::exec::{command, output, repo_root, tool};
-use crate::setup::tool::{HELM, KUBERNETES_VALIDATE, Tool};
+use crate::setup::go::HELM;
+use crate::setup::python::KUBERNETES_VALIDATE;
 use crate::setup::{self, DEPLOY};
 use crate::tally::Tally;
 use crate::workspace::Workspace;
@@ -92,12 +93,12 @@ fn manifest(mode: &str) -> PathBuf {
     deploy().join("manifests").join(mode).join("nobypass.yaml")
 }
 
-fn pinned(tool: &Tool) -> Result<Command> {
-    Ok(command(tool.path()?))
+fn found(program: Result<PathBuf, String>) -> Result<Command> {
+    program.map(command).map_err(anyhow::Error::msg)
 }
 
 fn template(values: &[&str]) -> Result<String> {
-    let mut helm = pinned(&HELM)?;
+    let mut helm = found(HELM.find())?;
     helm.args(["template", "nobypass"]).arg(deploy().join("chart")).args(["--namespace", NAMESPACE]);
     for value in values {
         helm.args(["--set", value]);
@@ -106,7 +107,7 @@ fn template(values: &[&str]) -> Result<String> {
 }
 
 fn lint() -> Result<()> {
-    output(pinned(&HELM)?.args(["lint", "--strict", "--quiet"]).arg(deploy().join("chart"))).map(drop)
+    output(found(HELM.find())?.args(["lint", "--strict", "--quiet"]).arg(deploy().join("chart"))).map(drop)
 }
 
 fn manifests() -> Result<()> {
@@ -133,7 +134,7 @@ fn valid() -> Result<()> {
         files.push(file);
     }
     for version in KUBERNETES {
-        let mut validate = pinned(&KUBERNETES_VALIDATE)?;
+        let mut validate = found(KUBERNETES_VALIDATE.find())?;
         output(validate.args(["--strict", "--quiet", "--kubernetes-version", version]).args(&files))
             .with_context(|| format!("Kubernetes {version}"))?;
     }

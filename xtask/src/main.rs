@@ -19,6 +19,7 @@ mod snapshot;
 mod tally;
 mod test;
 mod tier;
+mod vm;
 mod workspace;
 
 use std::ffi::OsString;
@@ -113,6 +114,21 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
+    /// Run the kernel tests on other kernels, in small virtual machines with software emulation
+    ///
+    /// The kernels are Debian's for cloud machines, unpacked below NOBYPASS_TOOLCHAIN_DIR and never installed. One that
+    /// cannot be had is skipped with its name; with CI=true that is a failure. It takes no root.
+    Vm {
+        /// Only these series, as 6.12, and `newest` [default: 5.10, 6.1, 6.12, newest]
+        #[arg(long, value_name = "SERIES", value_delimiter = ',', value_parser = vm::series)]
+        kernel: Vec<String>,
+        /// How much runs there
+        #[arg(long, value_enum, default_value_t = vm::Level::Object)]
+        level: vm::Level,
+        /// For the test programs: part of a test's name, `--nocapture`, ...
+        #[arg(last = true)]
+        filter: Vec<String>,
+    },
     /// Check format, lints of both halves and this repository's own rules
     Lint,
     /// All that a change has to pass: setup, lint, test, demo, and nothing left behind on the machine
@@ -148,6 +164,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Render { check: false } => deploy::render().map(|()| ExitCode::SUCCESS),
         Command::Image(args) => image::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Fuzz { targets, seconds, args } => Ok(end(counted(fuzz::run(&targets, seconds, &args)))),
+        Command::Vm { kernel, level, filter } => Ok(end(counted(vm::run(&kernel, level, &filter, false)))),
         Command::Lint => Ok(end(counted(lint::run()))),
         Command::Ci => Ok(end(ci::run())),
     }

@@ -15,7 +15,7 @@ use crate::pods::join::{Join, Origin};
 use crate::pods::model::Wanted;
 use crate::pods::source::cri::{CriOptions, CriSource};
 use crate::pods::source::kube::{KubeOptions, KubeSource};
-use crate::pods::source::metrics::States;
+use crate::pods::source::metrics::{Source, States};
 use crate::pods::source::{Nudge, PodUpdate};
 use crate::policy::Snapshot;
 use crate::server::Health;
@@ -161,7 +161,7 @@ pub(super) async fn watch_sources(
         if speaking && synced {
             health.done("pods");
         } else {
-            let reasons: Vec<String> = sources.iter().map(|source| source.pending()).collect();
+            let reasons: Vec<String> = sources.iter().map(Source::pending).collect();
             health.wait_for("pods", reasons.join("; "));
         }
         for source in &sources {

@@ -6,12 +6,17 @@ mod client;
 mod cni;
 mod events;
 pub mod exit;
+mod explain;
+mod manual;
 mod mode;
 mod policy;
 mod preflight;
 mod status;
 mod table;
 mod variables;
+
+use std::env::args_os;
+use std::ffi::OsString;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
@@ -49,10 +54,12 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 enum Command {
     /// Run the agent of this node
     Agent(Box<agent::Args>),
-    /// Show this node's pods and what their connections do
+    /// Show this node's pods and what their connections do; this is what `nobypass` alone does too
     Status(status::Args),
     /// Show bypasses as they happen
     Events(events::Args),
+    /// Explain one pod: why its verdict is what it is, and what to do
+    Explain(explain::Args),
     /// Show or change what happens to a bypass: off, audit or enforce
     Mode(mode::Args),
     /// Check a policy file, or show the policy of this node
@@ -66,6 +73,10 @@ enum Command {
     Canary,
     /// Look at, patch and clean up the node's CNI configuration
     Cni(cni::Cni),
+    /// Print a shell's completion script
+    Completions(manual::Completions),
+    /// Write the man pages into a directory
+    Man(manual::Man),
     /// Print the version
     Version,
 }
@@ -73,7 +84,11 @@ enum Command {
 /// Parses the process's arguments and runs the sub-command.
 pub fn main() -> Exit {
     let command = variables::without_empty(Cli::command());
-    let parsed = command.clone().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    // Alone it is the question that is asked most.
+    let status = [OsString::from("nobypass"), OsString::from("status")];
+    let args: Vec<OsString> = if args_os().len() < 2 { status.into() } else { args_os().collect() };
+    let parsed =
+        command.clone().try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
@@ -88,6 +103,7 @@ pub fn main() -> Exit {
         Command::Agent(args) => agent::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Events(args) => events::run(&args),
+        Command::Explain(args) => explain::run(&args),
         Command::Mode(args) => mode::run(&args),
         Command::Policy(args) => policy::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
@@ -97,6 +113,8 @@ pub fn main() -> Exit {
             Exit::Ok
         }
         Command::Cni(command) => cni::main(&command),
+        Command::Completions(args) => manual::completions(&args, &Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

@@ -4,8 +4,9 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use super::go::{self, GoProgram};
+use super::python::{self, PythonProgram};
 use super::rust::Rust;
-use super::tool::{self, Tool};
 use super::toolchain;
 use crate::exec::find_program;
 
@@ -31,6 +32,9 @@ pub enum Need {
     Helm,
     KubernetesValidate,
     Prometheus,
+    Etcd,
+    KubeApiserver,
+    Qemu,
 }
 
 /// How a need is met.
@@ -44,8 +48,10 @@ pub enum Source {
     RustSrc,
     /// bpf-linker, built here.
     BpfLinker,
-    /// A pinned program of another ecosystem.
-    Tool(&'static Tool),
+    /// A program of PyPI.
+    Python(&'static PythonProgram),
+    /// Built here from Go modules, where Go is.
+    Go(&'static GoProgram),
 }
 
 /// How to see that it is there, without asking a package manager.
@@ -61,7 +67,8 @@ pub enum Probe {
     RustProgram(&'static str),
     RustSrc,
     BpfLinker,
-    Tool(&'static Tool),
+    Python(&'static PythonProgram),
+    Go(&'static GoProgram),
 }
 
 #[derive(Debug)]
@@ -81,7 +88,7 @@ const fn row(need: Need, name: &'static str, what: &'static str, probe: Probe, s
 use Probe::{AnyFile, Programs, RustProgram, StaticProgram};
 use Source::{Component, Package};
 
-pub const TABLE: [Row; 19] = [
+pub const TABLE: &[Row] = &[
     row(Need::Cxx, "g++", "compiles libFuzzer", Programs(&["c++"]), Package("g++")),
     row(Need::Cc, "gcc", "C compiler and linker", Programs(&["cc", "gcc"]), Package("gcc")),
     row(
@@ -152,13 +159,13 @@ pub const TABLE: [Row; 19] = [
         AnyFile(&["/usr/lib/cni/bridge", "/opt/cni/bin/bridge"]),
         Package("containernetworking-plugins"),
     ),
-    row(Need::Helm, "helm", "renders the chart", Probe::Tool(&tool::HELM), Source::Tool(&tool::HELM)),
+    row(Need::Helm, "helm", "renders the chart", Probe::Go(&go::HELM), Source::Go(&go::HELM)),
     row(
         Need::KubernetesValidate,
         "kubernetes-validate",
         "checks manifests against Kubernetes' schemas",
-        Probe::Tool(&tool::KUBERNETES_VALIDATE),
-        Source::Tool(&tool::KUBERNETES_VALIDATE),
+        Probe::Python(&python::KUBERNETES_VALIDATE),
+        Source::Python(&python::KUBERNETES_VALIDATE),
     ),
     row(
         Need::Prometheus,
@@ -166,6 +173,21 @@ pub const TABLE: [Row; 19] = [
         "checks the alerts and scrapes the agent",
         Programs(&["prometheus", "promtool"]),
         Package("prometheus"),
+    ),
+    row(Need::Etcd, "etcd", "store of a test control plane", Probe::Go(&go::ETCD), Source::Go(&go::ETCD)),
+    row(
+        Need::KubeApiserver,
+        "kube-apiserver",
+        "API server of a test control plane",
+        Probe::Go(&go::KUBE_APISERVER),
+        Source::Go(&go::KUBE_APISERVER),
+    ),
+    row(
+        Need::Qemu,
+        "qemu",
+        "runs other kernels",
+        Programs(&["qemu-system-x86_64"]),
+        Package("qemu-system-x86"),
     ),
 ];
 
@@ -182,15 +204,22 @@ pub const KERNEL: &[Need] =
 pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins, Need::Prometheus];
 /// What checks `deploy/`.
 pub const DEPLOY: &[Need] = &[Need::Helm, Need::KubernetesValidate, Need::Prometheus];
+/// Beside [`BUILD`]: a real API server.
+pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
+
+/// Beside [`BUILD`] and [`KERNEL`]: other kernels.
+pub const VM: &[Need] = &[Need::Qemu];
 
 /// Which command needs what, for messages.
-const COMMANDS: [(&str, &[&[Need]]); 6] = [
+const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo build", &[BUILD]),
     ("cargo xtask lint", &[LINT, DEPLOY]),
     ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
+    ("cargo xtask test --tier cluster", &[CLUSTER]),
     ("cargo xtask demo", &[KERNEL, NODE]),
+    ("cargo xtask vm", &[KERNEL, VM]),
 ];
 
 impl Row {
@@ -218,7 +247,8 @@ impl Row {
             }
             Probe::RustSrc => toolchain::rust_src(rust),
             Probe::BpfLinker => toolchain::bpf_linker(rust),
-            Probe::Tool(tool) => tool.probe(),
+            Probe::Python(program) => program.find(),
+            Probe::Go(program) => program.find(),
         }
     }
 }
@@ -250,9 +280,8 @@ pub fn names_a_loader(head: &[u8]) -> bool {
 
 /// The row of a need.
 pub fn lookup(need: Need) -> &'static Row {
-    static TABLE_REF: &[Row] = &TABLE;
     // The test below shows that each need has its row.
-    TABLE_REF.iter().find(|row| row.need == need).unwrap_or(&TABLE_REF[0])
+    TABLE.iter().find(|row| row.need == need).unwrap_or(&TABLE[0])
 }
 
 /// What `--only` accepts: each row's name, and the two groups.
@@ -275,10 +304,10 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, FUZZ, KERNEL, NODE].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, DEPLOY, CLUSTER, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
-        for row in &TABLE {
+        for row in TABLE {
             assert!(!row.needed_by().is_empty(), "{} is needed by no command", row.name);
             assert_eq!(TABLE.iter().filter(|other| other.name == row.name).count(), 1, "{}", row.name);
         }
@@ -296,7 +325,7 @@ mod tests {
         assert_eq!(only(&[]).len(), TABLE.len());
         assert_eq!(only(&["runc", "rust-src"]), [Need::RustSrc, Need::Runc]);
         let tools = [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy];
-        assert_eq!(only(&["tools"]), [&tools[..], &[Need::Helm, Need::KubernetesValidate]].concat());
+        assert_eq!(only(&["tools"]), [&tools[..], &[Need::Helm, Need::KubernetesValidate], CLUSTER].concat());
         assert_eq!(only(&["tools", "packages"]).len(), TABLE.len());
     }
 
