@@ -7,6 +7,7 @@ mod cni;
 mod events;
 pub mod exit;
 mod explain;
+mod manual;
 mod mode;
 mod policy;
 mod preflight;
@@ -15,6 +16,9 @@ mod status;
 mod table;
 mod validate;
 mod variables;
+
+use std::env::args_os;
+use std::ffi::OsString;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
@@ -52,7 +56,7 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 enum Command {
     /// Run the agent of this node
     Agent(Box<agent::Args>),
-    /// Show this node's pods and what their connections do
+    /// Show this node's pods and what their connections do; this is what `nobypass` alone does too
     Status(status::Args),
     /// Show bypasses as they happen
     Events(events::Args),
@@ -78,6 +82,10 @@ enum Command {
     Cni(cni::Cni),
     /// Prove from inside a pod that its connections are redirected (an init container; no privileges)
     Validate(validate::Args),
+    /// Print a shell's completion script
+    Completions(manual::Completions),
+    /// Write the man pages into a directory
+    Man(manual::Man),
     /// Print the version
     Version,
 }
@@ -85,7 +93,11 @@ enum Command {
 /// Parses the process's arguments and runs the sub-command.
 pub fn main() -> Exit {
     let command = variables::without_empty(Cli::command());
-    let parsed = command.clone().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    // Alone it is the question that is asked most.
+    let status = [OsString::from("nobypass"), OsString::from("status")];
+    let args: Vec<OsString> = if args_os().len() < 2 { status.into() } else { args_os().collect() };
+    let parsed =
+        command.clone().try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
@@ -116,6 +128,8 @@ pub fn main() -> Exit {
         }
         Command::Cni(command) => cni::main(&command),
         Command::Validate(args) => validate::run(&args),
+        Command::Completions(args) => manual::completions(&args, &Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }
