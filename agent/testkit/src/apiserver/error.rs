@@ -48,13 +48,26 @@ impl ApiError {
         Self::of_object(409, "AlreadyExists", kind, name, "{} already exists")
     }
 
-    /// Optimistic concurrency, and failed preconditions with their own `why`.
-    pub fn conflict(kind: &Kind, name: &str, why: Option<&str>) -> Self {
-        let why = why.unwrap_or(
-            "the object has been modified; please apply your changes to the latest version and try again",
-        );
+    /// Optimistic concurrency.
+    pub fn conflict(kind: &Kind, name: &str) -> Self {
+        let why =
+            "the object has been modified; please apply your changes to the latest version and try again";
+        Self::conflict_because(kind, name, kind.resource, why)
+    }
+
+    /// A conflict that says `why`, about what it calls `of`.
+    pub fn conflict_because(kind: &Kind, name: &str, of: &str, why: &str) -> Self {
         let what = format!("Operation cannot be fulfilled on {{}}: {why}");
-        Self::of_object(409, "Conflict", kind, name, &what)
+        let mut error = Self::of_object(409, "Conflict", kind, name, &what);
+        error.details["kind"] = json!(of);
+        error
+    }
+
+    /// Options that do not go together.
+    pub fn invalid_options(of: &str, what: &str) -> Self {
+        let mut error = Self::new(422, "Invalid", format!("{of}.meta.k8s.io \"\" is invalid: {what}"));
+        error.details = json!({ "group": "meta.k8s.io", "kind": of });
+        error
     }
 
     pub fn forbidden(kind: &Kind, name: &str, why: &str) -> Self {
@@ -98,8 +111,11 @@ impl ApiError {
     pub fn status(&self) -> Value {
         let mut status = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-            "message": self.message, "reason": self.reason, "code": self.code,
+            "message": self.message, "code": self.code,
         });
+        if !self.reason.is_empty() {
+            status["reason"] = json!(self.reason);
+        }
         if !self.details.is_null() {
             status["details"] = self.details.clone();
         }

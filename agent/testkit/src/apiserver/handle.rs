@@ -213,8 +213,12 @@ impl ApiServer {
     }
 
     fn command(&self, command: Command) {
-        // An error says that no watch is open.
-        let _ = self.shared.commands.send(command);
+        {
+            let mut state = self.shared.state();
+            let version = state.store.version();
+            state.commands.push((version, command));
+        }
+        self.shared.wake.send_replace(());
     }
 
     /// How many watches of a resource are open.
