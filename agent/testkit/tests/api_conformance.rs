@@ -1,4 +1,5 @@
 //! The test API server answers a script of requests as the real one did, whose transcript is kept.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 #[path = "both/conformance.rs"]
 mod conformance;

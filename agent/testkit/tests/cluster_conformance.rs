@@ -1,4 +1,5 @@
 //! A real kube-apiserver answers the script as it did when its transcript was made.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 #[path = "both/conformance.rs"]
 mod conformance;

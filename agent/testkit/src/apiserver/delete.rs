@@ -162,7 +162,7 @@ pub fn evict(store: &mut Store, route: &Route, body: &Value, budgets: &[Budget])
 fn disrupts(retry_after: Option<u64>) -> ApiError {
     let message = "Cannot evict pod as it would violate the pod's disruption budget.";
     let mut error = ApiError::new(429, "TooManyRequests", message);
-    error.details = json!({ "causes": [{ "reason": "DisruptionBudget" }] });
+    *error.details = json!({ "causes": [{ "reason": "DisruptionBudget" }] });
     error.retry_after = retry_after;
     error
 }

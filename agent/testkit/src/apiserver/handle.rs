@@ -30,6 +30,7 @@ fn kind_of(resource: &str) -> Result<&'static Kind> {
     Kind::of_resource(resource).with_context(|| format!("the test server has no resource `{resource}`"))
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "for `map_err`")]
 fn refused(error: ApiError) -> anyhow::Error {
     anyhow!("{} {}: {}", error.code, error.reason, error.message)
 }

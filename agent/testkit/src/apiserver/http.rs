@@ -361,7 +361,7 @@ fn list(state: &State, call: &Call) -> Result<(u16, Value), ApiError> {
             break;
         }
     }
-    Ok((200, call.form.list(&items, metadata)))
+    Ok((200, call.form.list(&items, &metadata)))
 }
 
 fn page(token: &str) -> Option<(u64, String)> {

@@ -224,7 +224,7 @@ impl Sender<'_> {
         let (events, position, command) = {
             let state = self.shared.state();
             let command = state.commands.get(self.command).copied();
-            let until = command.map_or(state.store.version(), |(version, _)| version);
+            let until = command.map_or_else(|| state.store.version(), |(version, _)| version);
             let changes = state.store.since(self.position).map_err(End::Expired)?;
             let changes = changes.iter().take_while(|change| change.version <= until);
             let events: Vec<Bytes> = changes.filter_map(|change| self.watch.event(change)).collect();

@@ -191,7 +191,7 @@ impl Script {
                 "taints" => value.as_array().unwrap().iter().map(|t| format!("{}", t["key"])).collect(),
                 "labels" | "annotations" => {
                     let pairs: BTreeMap<&String, &Value> = value.as_object().unwrap().iter().collect();
-                    format!("{pairs:?}").replace("String", "")
+                    serde_json::to_string(&pairs).unwrap()
                 }
                 _ => value.to_string(),
             };
