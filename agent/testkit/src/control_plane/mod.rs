@@ -148,6 +148,19 @@ impl ControlPlane {
         Ok(())
     }
 
+    /// The private directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Process ids of etcd and kube-apiserver.
+    #[must_use]
+    pub fn pids(&self) -> [u32; 2] {
+        let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        processes.each_ref().map(|process| process.proc.pid())
+    }
+
     /// `https://127.0.0.1:PORT`.
     #[must_use]
     pub fn url(&self) -> &str {
