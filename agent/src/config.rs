@@ -51,8 +51,14 @@ impl From<UnknownFlag> for UnknownPolicy {
 /// Where facts about pods come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PodsFlag {
+    /// Both in a cluster, the container runtime elsewhere
+    Auto,
     /// The container runtime's socket: no cluster needed
     Cri,
+    /// The API server
+    Kube,
+    /// The container runtime and the API server; either may be away
+    Both,
 }
 
 /// What happens to traffic that no mesh redirects.
@@ -73,12 +79,14 @@ pub enum InboundFlag {
     Off,
     /// Counted and reported
     Audit,
+    /// Counted and reported, and dropped where the mode is enforce
+    Enforce,
 }
 
 /// Arguments of `nobypass agent`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Config {
-    /// What happens to a bypass; `nobypass mode` changes it while the agent runs
+    /// What happens to a bypass, unless --policy says; `nobypass mode` changes it while the agent runs
     #[arg(long, env = "NOBYPASS_MODE", value_enum, default_value = "audit")]
     pub mode: ModeFlag,
     /// What happens to connections of pods that nobody has classified yet
@@ -96,9 +104,19 @@ pub struct Config {
     /// Connections that reach a meshed pod's application past its proxy
     #[arg(long, env = "NOBYPASS_INBOUND", value_enum, default_value = "audit")]
     pub inbound: InboundFlag,
+    /// File with what may change while the agent runs (see deploy/policy.example.yaml); read again when it changes.
+    /// Where it says nothing, these flags hold
+    #[arg(long, env = "NOBYPASS_POLICY", value_name = "FILE")]
+    pub policy: Option<PathBuf>,
     /// Where facts about pods come from
-    #[arg(long, env = "NOBYPASS_PODS", value_enum, default_value = "cri")]
+    #[arg(long, env = "NOBYPASS_PODS", value_enum, default_value = "auto")]
     pub pods: PodsFlag,
+    /// This node's name in the cluster
+    #[arg(long, env = "NOBYPASS_NODE_NAME", value_name = "NAME", value_parser = node_name)]
+    pub node_name: Option<String>,
+    /// How to reach the API server [default: the pod's service account]
+    #[arg(long, env = "NOBYPASS_KUBECONFIG", value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
     /// The container runtime's socket [default: the first that exists of the usual ones]
     #[arg(long, env = "NOBYPASS_CRI_ENDPOINT", value_name = "SOCKET")]
     pub cri_endpoint: Option<String>,
@@ -141,7 +159,21 @@ pub struct Config {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address(pub Option<SocketAddr>);
 
-fn address(text: &str) -> Result<Address, String> {
+/// A node's name: a DNS name in lower case, of at most 253 characters (apimachinery's `IsDNS1123Subdomain`).
+fn node_name(text: &str) -> Result<String, String> {
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let label = |label: &str| {
+        label.starts_with(plain) && label.ends_with(plain) && label.chars().all(|c| plain(c) || c == '-')
+    };
+    if text.len() <= 253 && text.split('.').all(label) {
+        Ok(text.into())
+    } else {
+        Err("a node's name is made of lower-case letters, digits, `-` and `.`".into())
+    }
+}
+
+/// Reads `HOST:PORT` or `none`.
+pub(crate) fn address(text: &str) -> Result<Address, String> {
     if text == "none" {
         return Ok(Address(None));
     }
@@ -183,11 +215,17 @@ mod tests {
             (&["--metrics-addr", "here"], "HOST:PORT"),
             (&["--cgroup-root-level", "2"], "--cgroup-root"),
             (&["--enforce"], "--enforce"),
+            (&["--pods", "none"], "auto, cri, kube, both"),
+            (&["--node-name", "a,metadata.name=b"], "lower-case letters"),
+            (&["--node-name", "Node"], "lower-case letters"),
+            (&["--node-name", "a..b"], "lower-case letters"),
         ] {
             let error = parse(args).unwrap_err();
             assert!(error.contains(says), "{args:?}: {error}");
         }
         assert_eq!(parse(&["--metrics-addr", "none"]).unwrap().metrics_addr, Address(None));
         assert_eq!(parse(&["--pod-parent", "/a,/b"]).unwrap().pod_parent.len(), 2);
+        let name = "ip-10-0-0-1.ec2.internal";
+        assert_eq!(parse(&["--node-name", name]).unwrap().node_name.as_deref(), Some(name));
     }
 }

@@ -4,6 +4,7 @@
 //! ARCHITECTURE.md shows how the modules relate; [`app`] alone joins them.
 
 pub mod app;
+pub mod backoff;
 pub mod bpf;
 pub mod cgroup;
 pub mod cli;
@@ -11,6 +12,7 @@ pub mod cluster;
 pub mod cni;
 pub mod config;
 pub mod detect;
+pub mod explain;
 pub mod mesh;
 pub mod metrics;
 pub mod pods;

@@ -62,7 +62,17 @@ fn wrong_arguments_exit_64_and_name_what_is_wrong_and_what_would_be_right() {
         (&["agent", "--metrics-addr", "localhost:9910"], &["--metrics-addr", "localhost", "none"]),
         (&["agent", "--metrics-addr", ":9910"], &["--metrics-addr", "HOST:PORT"]),
         (&["agent", "--cgroup-root-level", "2"], &["--cgroup-root "]),
-        (&["agent", "--pods", "kube"], &["--pods", "cri"]),
+        (&["agent", "--pods", "docker"], &["--pods", "auto, cri, kube, both"]),
+        (&["agent", "--pods", "kube"], &["--node-name", "NOBYPASS_NODE_NAME", "--pods=cri"]),
+        (
+            &["agent", "--pods", "both", "--node-name", "n1"],
+            &["service account", "--kubeconfig", "--pods=cri"],
+        ),
+        (&["agent", "--pods", "kube", "--node-name", "N 1"], &["--node-name", "lower-case"]),
+        (
+            &["agent", "--pods", "kube", "--node-name", "n1", "--kubeconfig", "/nonexistent/config"],
+            &["/nonexistent/config", "No such file"],
+        ),
         (&["agent", "now"], &["now"]),
         (&["agent", "--log", "loud=louder=loudest"], &["--log", "loud=louder=loudest", "debug"]),
         (&["agent", "--cri-endpoint", "tcp://127.0.0.1:1"], &["--cri-endpoint", "tcp://127.0.0.1:1", "unix"]),

@@ -16,8 +16,9 @@ use std::sync::Mutex;
 use nobypass_common::abi::{
     CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, CidrKey, ID_UID, IdKey, POD_EXEMPT_CIDRS, POD_EXEMPT_IDS,
     POD_EXEMPT_PORTS, POD_GAP_DROP, POD_GAP4, POD_GAP6, POD_INBOUND_DROP, POD_NON_TCP_DROP, POD_PROXY_MARK,
-    POD_QUIC_DROP, PodPolicy, PortKey,
+    POD_PROXY_UID, POD_QUIC_DROP, POD_TPROXY, PodPolicy, PortKey,
 };
+use nobypass_common::exempt::{LIST_EGRESS, LIST_INGRESS};
 use nobypass_common::headers::{address, address4};
 use nobypass_common::ids::{COUNTERS, Counter, Mode, PodKind, UnknownPolicy};
 use nobypass_common::verdict::Settings;
@@ -238,8 +239,8 @@ fn switches_and_exemptions_of_a_pod() {
         let out = OUT;
         let marked = Skb { mark: 0x1337, ..OUT };
         lab.set_config(|config| (config.flags, config.event_burst) = (CONFIG_JUDGE_NON_TCP, 0));
-        lab.exempt_port(PortKey::new(5, 6, 0, 9000));
-        lab.exempt_cidr(24, CidrKey::new(5, 4, address4([198, 51, 100, 0])));
+        lab.exempt_port(PortKey::new(5, 6, LIST_EGRESS, 9000));
+        lab.exempt_cidr(24, CidrKey::new(5, LIST_EGRESS, 4, address4([198, 51, 100, 0])));
         lab.exempt_id(IdKey { set: 5, kind: ID_UID, value: 0 });
         let (syn, quic, plain) = (v4(6, &tcp(SYN, 8080)), v4(17, &udp(443)), v4(17, &udp(5000)));
         let gap = [BypassRaw, BypassRawDropped, EventsSuppressed];
@@ -325,7 +326,7 @@ fn switches_and_exemptions_of_a_pod() {
 #[test]
 fn a_raw_socket_proves_no_redirection() {
     with_lab(|lab| {
-        let policy = lab.meshed();
+        let policy = PodPolicy { flags: POD_PROXY_UID | POD_TPROXY, ..lab.meshed() };
         lab.set_policy(lab.pod(), &policy);
         let marked = Skb { ifindex: 1, mark: 0x539 };
         for (name, packet, skb) in [
@@ -379,8 +380,8 @@ fn what_arrives_at_a_meshed_pod() {
         let (inbound, ok) = ([Counter::InboundBypass, EventsSuppressed], [Counter::InboundOk]);
         let dropped = [Counter::InboundBypass, Counter::InboundDropped, EventsSuppressed];
         let (syn, syn6) = (v4(6, &tcp(SYN, 8080)), v6(6, &tcp(SYN, 8080)));
-        lab.exempt_port(PortKey::new(5, 6, 1, 9090));
-        lab.exempt_port(PortKey::new(5, 6, 0, 9000));
+        lab.exempt_port(PortKey::new(5, 6, LIST_INGRESS, 9090));
+        lab.exempt_port(PortKey::new(5, 6, LIST_EGRESS, 9000));
         lab.set_config(|config| config.mode = Mode::Enforce.code());
         lab.set_policy(pod, &strict);
         assert_run(lab, "inbound not judged", ("nb_ingress", &syn, OUT), false, &[]);

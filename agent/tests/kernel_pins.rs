@@ -19,6 +19,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use nobypass_common::abi::ABI_VERSION;
 use nobypass_testkit::foreign::pin_map;
 use nobypass_testkit::wait;
 use support::agent::{BIN, Launch};
@@ -75,7 +76,7 @@ fn pins_that_another_file_system_hides_are_not_attached_a_second_time() {
 fn pins_of_another_version_go_once_ours_work() {
     let machine = Machine::new();
     assert!(machine.launch().start().attached().terminate().success());
-    machine.mounts.sh(&format!("mv {BPF_DIR}/v1 {BPF_DIR}/v0"));
+    machine.mounts.sh(&format!("mv {BPF_DIR}/v{ABI_VERSION} {BPF_DIR}/v0"));
     let pins = machine.mounts.pins();
     assert!(pins.len() == PINS && pins.iter().all(|pin| pin.starts_with("nobypass/v0/")), "{pins:?}");
 
@@ -89,14 +90,15 @@ fn pins_of_another_version_go_once_ours_work() {
     agent.line(&["removed the pins of another version", &format!("pins={PINS}")]);
     agent.line(&["attached", "adopted=false"]);
     machine.all_is_attached();
-    assert!(machine.mounts.pins().iter().all(|pin| pin.starts_with("nobypass/v1/")));
+    let ours = format!("nobypass/v{ABI_VERSION}/");
+    assert!(machine.mounts.pins().iter().all(|pin| pin.starts_with(&ours)));
 }
 
 #[test]
 fn a_pinned_map_of_another_layout_is_refused() {
     let machine = Machine::new();
     assert!(machine.launch().start().attached().terminate().success());
-    let pin = machine.mounts.see(BPF_DIR).join("v1/POLICY");
+    let pin = machine.mounts.see(BPF_DIR).join(format!("v{ABI_VERSION}/POLICY"));
     fs::remove_file(&pin).unwrap();
     pin_map(&pin).unwrap();
     let ended = machine.launch().fail();

@@ -7,7 +7,7 @@ use crate::headers::Address;
 use crate::ids::COUNTERS;
 
 /// The layout's number.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// Parents of pod cgroups that one node can have.
 pub const MAX_PARENTS: usize = 4;
@@ -92,6 +92,13 @@ pub const POD_EXEMPT_IDS: u32 = 1 << 10;
 pub const POD_PROXY_UID: u32 = 1 << 11;
 /// [`PodPolicy::flags`]: `mark` and `mark_mask` recognise the proxy.
 pub const POD_PROXY_MARK: u32 = 1 << 12;
+
+/// [`PodPolicy::flags`]: the mesh redirects by TPROXY: a marked packet on lo with an unchanged destination is a proof.
+pub const POD_TPROXY: u32 = 1 << 13;
+/// [`PodPolicy::flags`]: only what [`crate::exempt::LIST_ONLY`] of `exempt_set` has is redirected.
+pub const POD_LISTED: u32 = 1 << 14;
+/// [`PodPolicy::flags`]: the proxy runs in a pod of its own; `proxy_cgroup` stays 0 and nobody in this pod is it.
+pub const POD_PROXY_ELSEWHERE: u32 = 1 << 15;
 
 /// Map `POLICY` (hash by pod cgroup id): who a pod is and what holds for it.
 ///
@@ -221,8 +228,8 @@ pub struct PortKey {
     pub set: [u8; 4],
     /// IP protocol number.
     pub protocol: u8,
-    /// [`crate::ids::Hook`]: outbound ports are exempt at egress, inbound ones at ingress.
-    pub hook: u8,
+    /// `LIST_*` of [`crate::exempt`].
+    pub list: u8,
     /// Big-endian.
     pub port: [u8; 2],
 }
@@ -233,8 +240,8 @@ impl PortKey {
 
     /// The key of one port.
     #[inline(always)]
-    pub const fn new(set: u32, protocol: u8, hook: u8, port: u16) -> Self {
-        Self { set: set.to_be_bytes(), protocol, hook, port: port.to_be_bytes() }
+    pub const fn new(set: u32, protocol: u8, list: u8, port: u16) -> Self {
+        Self { set: set.to_be_bytes(), protocol, list, port: port.to_be_bytes() }
     }
 }
 
@@ -244,7 +251,7 @@ impl PortKey {
 pub struct CidrKey {
     /// [`PodPolicy::exempt_set`], big-endian.
     pub set: [u8; 4],
-    /// 4 or 6, big-endian.
+    /// Zero, zero, `LIST_*` of [`crate::exempt`], 4 or 6.
     pub family: [u8; 4],
     /// The address.
     pub addr: Address,
@@ -256,8 +263,8 @@ impl CidrKey {
 
     /// The key of one address; `family` is 4 or 6.
     #[inline(always)]
-    pub const fn new(set: u32, family: u8, addr: Address) -> Self {
-        Self { set: set.to_be_bytes(), family: (family as u32).to_be_bytes(), addr }
+    pub const fn new(set: u32, list: u8, family: u8, addr: Address) -> Self {
+        Self { set: set.to_be_bytes(), family: [0, 0, list, family], addr }
     }
 }
 
@@ -266,7 +273,8 @@ pub const ID_UID: u32 = 0;
 /// [`IdKey::kind`]: the index of a device in the pod's network namespace.
 pub const ID_IFINDEX: u32 = 1;
 
-/// Key of hash `EXEMPT_IDS`.
+/// Key of hash `EXEMPT_IDS`. The value is [`crate::exempt::ANY_PORT`] or the `LIST_USER…` of the only ports that are
+/// exempt for this user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IdKey {

@@ -6,6 +6,7 @@
 
 pub mod abi;
 pub mod cgroup_path;
+pub mod exempt;
 pub mod headers;
 pub mod ids;
 pub mod verdict;

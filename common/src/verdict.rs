@@ -6,7 +6,7 @@
 
 use crate::abi::{
     CONFIG_JUDGE_NON_TCP, POD_GAP_DROP, POD_GAP4, POD_GAP6, POD_INBOUND_DROP, POD_NON_TCP_DROP,
-    POD_PROXY_MARK, POD_PROXY_UID, POD_QUIC_DROP, PodPolicy,
+    POD_PROXY_ELSEWHERE, POD_PROXY_MARK, POD_PROXY_UID, POD_QUIC_DROP, POD_TPROXY, PodPolicy,
 };
 use crate::headers::{Address, Addresses, Kind, Transport};
 use crate::ids::{LOOPBACK_IFINDEX, MODE_INHERIT, Mode, PodKind, UnknownPolicy, Verdict};
@@ -212,7 +212,7 @@ fn unknown<F: Facts>(
 /// Rows 6 and 7.
 #[inline(always)]
 fn on_loopback<F: Facts>(packet: &Packet, policy: &PodPolicy, facts: &mut F) -> Judgement {
-    if !is_redirected(packet, facts) || from_proxy(packet, policy, facts) {
+    if !is_redirected(packet, policy, facts) || from_proxy(packet, policy, facts) {
         return Judgement::pass(Verdict::Local, true);
     }
     match facts.syn_origin() {
@@ -229,9 +229,10 @@ fn on_loopback<F: Facts>(packet: &Packet, policy: &PodPolicy, facts: &mut F) -> 
 ///
 /// NAT changes the packet's destination and leaves the socket's. TPROXY changes neither: a marked packet is
 /// routed to lo although its destination is not local, and a local destination is always loopback or the
-/// packet's own source.
+/// packet's own source. Whoever has CAP_NET_RAW can mark a packet and route it to lo, so that counts only where the
+/// mesh redirects by TPROXY.
 #[inline(always)]
-fn is_redirected<F: Facts>(packet: &Packet, facts: &mut F) -> bool {
+fn is_redirected<F: Facts>(packet: &Packet, policy: &PodPolicy, facts: &mut F) -> bool {
     let Some(asked) = facts.socket_destination() else { return false };
     if is_loopback(packet.family, &asked) {
         return false;
@@ -240,7 +241,10 @@ fn is_redirected<F: Facts>(packet: &Packet, facts: &mut F) -> bool {
     if !same(&asked, destination) {
         return true;
     }
-    packet.mark != 0 && !same(destination, source) && !is_loopback(packet.family, source)
+    policy.flags & POD_TPROXY != 0
+        && packet.mark != 0
+        && !same(destination, source)
+        && !is_loopback(packet.family, source)
 }
 
 /// 127.0.0.0/8 or ::1.
@@ -331,11 +335,12 @@ pub fn ingress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fac
         return Judgement::pass(Verdict::NotJudged, false);
     }
     // Kubelet's probes come from the node; an unknown proxy container would make every connection look wrong.
-    if policy.proxy_cgroup == 0
-        || facts.ancestor(policy.level + 1) == policy.proxy_cgroup
-        || facts.node_address(&packet.addresses.source)
-        || facts.exempt(policy, packet)
-    {
+    let accepted_by_proxy = if policy.proxy_cgroup == 0 {
+        policy.flags & POD_PROXY_ELSEWHERE == 0
+    } else {
+        facts.ancestor(policy.level + 1) == policy.proxy_cgroup
+    };
+    if accepted_by_proxy || facts.node_address(&packet.addresses.source) || facts.exempt(policy, packet) {
         return Judgement::pass(Verdict::InboundOk, true);
     }
     let enforce = mode == Mode::Enforce.code();

@@ -6,13 +6,16 @@
 use aya_ebpf::bindings::bpf_sock_addr;
 use aya_ebpf::helpers::generated::{bpf_bind, bpf_get_current_ancestor_cgroup_id};
 use aya_ebpf::programs::SockAddrContext;
-use nobypass_common::abi::{POD_EXEMPT_IDS, POD_FASTFAIL4, POD_FASTFAIL6};
+use nobypass_common::abi::{
+    IdKey, POD_EXEMPT_IDS, POD_FASTFAIL4, POD_FASTFAIL6, POD_PROXY_ELSEWHERE, PodPolicy,
+};
+use nobypass_common::exempt::{self, Lookups};
 use nobypass_common::headers::{Address, Addresses, IPPROTO_TCP, Kind, Transport};
-use nobypass_common::ids::{Counter, Hook, Mode, PodKind};
+use nobypass_common::ids::{Counter, Mode, PodKind};
 use nobypass_common::verdict::{self, Packet};
 
 use crate::count::Tally;
-use crate::facts::port_or_network_exempt;
+use crate::facts::{has_network, has_port};
 use crate::pod;
 
 /// Return codes: 0 makes connect(2) fail with EPERM.
@@ -79,6 +82,41 @@ const fn is_unspecified(address: &Address) -> bool {
     address[0] | address[1] | address[2] | address[3] == 0
 }
 
+/// Whether the caller is the proxy, or nobody knows yet which container that is.
+#[inline(always)]
+fn may_be_proxy(policy: &PodPolicy) -> bool {
+    if policy.proxy_cgroup == 0 {
+        return policy.flags & POD_PROXY_ELSEWHERE == 0;
+    }
+    // SAFETY: no memory is touched.
+    unsafe { bpf_get_current_ancestor_cgroup_id(policy.level as i32 + 1) == policy.proxy_cgroup }
+}
+
+/// The exemption maps as far as this hook knows them: it is not asked about pods with exempt users and devices.
+struct Exemptions;
+
+impl Lookups for Exemptions {
+    #[inline(always)]
+    fn port(&mut self, set: u32, list: u8, port: u16) -> bool {
+        has_port(set, list, port)
+    }
+
+    #[inline(always)]
+    fn network(&mut self, set: u32, list: u8, family: u8, address: &Address) -> bool {
+        has_network(set, list, family, address)
+    }
+
+    #[inline(always)]
+    fn id(&mut self, _: &IdKey) -> Option<u8> {
+        None
+    }
+
+    #[inline(always)]
+    fn uid(&mut self) -> u32 {
+        0
+    }
+}
+
 #[inline(always)]
 fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u32, own: SockAddr) -> i32 {
     let Some(config) = pod::config() else { return ALLOW };
@@ -103,9 +141,7 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
         || verdict::effective_mode(config.mode, policy.mode) != Mode::Enforce.code()
         // Egress knows these exemptions, this hook does not.
         || policy.flags & POD_EXEMPT_IDS != 0
-        || policy.proxy_cgroup == 0
-        // SAFETY: no memory is touched.
-        || unsafe { bpf_get_current_ancestor_cgroup_id(policy.level as i32 + 1) } == policy.proxy_cgroup
+        || may_be_proxy(policy)
     {
         return ALLOW;
     }
@@ -118,7 +154,7 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
         ifindex: 0,
         mark: 0,
     };
-    if port_or_network_exempt(policy, &packet, Hook::Egress) || is_own(addr, own) {
+    if exempt::egress(policy, &packet, &mut Exemptions) || is_own(addr, own) {
         return ALLOW;
     }
     Tally::of(owner.id).add(Counter::FastFail);

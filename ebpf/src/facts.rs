@@ -6,10 +6,8 @@ use aya_ebpf::helpers::generated::{bpf_sk_storage_get, bpf_skb_ancestor_cgroup_i
 use aya_ebpf::helpers::{bpf_get_socket_uid, bpf_ktime_get_ns, bpf_sk_fullsock, bpf_tcp_sock};
 use aya_ebpf::maps::lpm_trie::Key;
 use aya_ebpf::programs::SkBuffContext;
-use nobypass_common::abi::{
-    CidrKey, ID_IFINDEX, ID_UID, IdKey, POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, PodPolicy,
-    PortKey,
-};
+use nobypass_common::abi::{CidrKey, IdKey, PodPolicy, PortKey};
+use nobypass_common::exempt::{self, Lookups};
 use nobypass_common::headers::{Address, IPPROTO_TCP};
 use nobypass_common::ids::Hook;
 use nobypass_common::verdict::{Facts, Packet, SynOrigin};
@@ -133,16 +131,10 @@ impl Facts for SkbFacts {
 
     #[inline(always)]
     fn exempt(&mut self, policy: &PodPolicy, packet: &Packet) -> bool {
-        if port_or_network_exempt(policy, packet, self.hook) {
-            return true;
+        match self.hook {
+            Hook::Egress => exempt::egress(policy, packet, &mut Exemptions(self.skb)),
+            Hook::Ingress => exempt::ingress(policy, packet, &mut Exemptions(self.skb)),
         }
-        if policy.flags & POD_EXEMPT_IDS == 0 {
-            return false;
-        }
-        let uid = IdKey { set: policy.exempt_set, kind: ID_UID, value: self.uid() };
-        let device = IdKey { set: policy.exempt_set, kind: ID_IFINDEX, value: packet.ifindex };
-        // SAFETY: only presence matters.
-        unsafe { EXEMPT_IDS.get(uid).is_some() || EXEMPT_IDS.get(device).is_some() }
     }
 
     #[inline(always)]
@@ -199,20 +191,43 @@ pub fn ancestor(skb: *mut __sk_buff, level: u32) -> u64 {
     unsafe { bpf_skb_ancestor_cgroup_id(skb, level as i32) }
 }
 
-/// Whether a pod's exempt ports or networks cover a connection.
+/// The exemption maps; the packet is asked for its socket's UID.
+pub struct Exemptions(pub *mut __sk_buff);
+
+impl Lookups for Exemptions {
+    #[inline(always)]
+    fn port(&mut self, set: u32, list: u8, port: u16) -> bool {
+        has_port(set, list, port)
+    }
+
+    #[inline(always)]
+    fn network(&mut self, set: u32, list: u8, family: u8, address: &Address) -> bool {
+        has_network(set, list, family, address)
+    }
+
+    #[inline(always)]
+    fn id(&mut self, key: &IdKey) -> Option<u8> {
+        // SAFETY: one byte, read whole.
+        unsafe { EXEMPT_IDS.get(key).copied() }
+    }
+
+    #[inline(always)]
+    fn uid(&mut self) -> u32 {
+        // SAFETY: the context.
+        unsafe { bpf_get_socket_uid(self.0) }
+    }
+}
+
+/// Whether a list of a set has a TCP port.
 #[inline(always)]
-pub fn port_or_network_exempt(policy: &PodPolicy, packet: &Packet, hook: Hook) -> bool {
-    if policy.flags & POD_EXEMPT_PORTS != 0 {
-        let key = PortKey::new(policy.exempt_set, IPPROTO_TCP, hook.code() as u8, packet.transport.dport);
-        if EXEMPT_PORTS.get(Key::new(PortKey::FIXED_BITS + 16, key)).is_some() {
-            return true;
-        }
-    }
-    if policy.flags & POD_EXEMPT_CIDRS != 0 && matches!(hook, Hook::Egress) {
-        let key = CidrKey::new(policy.exempt_set, packet.family, packet.addresses.destination);
-        if EXEMPT_CIDRS.get(Key::new(CidrKey::FIXED_BITS + 128, key)).is_some() {
-            return true;
-        }
-    }
-    false
+pub fn has_port(set: u32, list: u8, port: u16) -> bool {
+    let key = PortKey::new(set, IPPROTO_TCP, list, port);
+    EXEMPT_PORTS.get(Key::new(PortKey::FIXED_BITS + 16, key)).is_some()
+}
+
+/// Whether a list of a set has an address.
+#[inline(always)]
+pub fn has_network(set: u32, list: u8, family: u8, address: &Address) -> bool {
+    let key = CidrKey::new(set, list, family, *address);
+    EXEMPT_CIDRS.get(Key::new(CidrKey::FIXED_BITS + 128, key)).is_some()
 }

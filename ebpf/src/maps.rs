@@ -35,7 +35,7 @@ pub static EXEMPT_PORTS: LpmTrie<PortKey, u8> = LpmTrie::with_max_entries(65_536
 
 /// Networks that a mesh exempts.
 #[map]
-pub static EXEMPT_CIDRS: LpmTrie<CidrKey, u8> = LpmTrie::with_max_entries(16_384, 0);
+pub static EXEMPT_CIDRS: LpmTrie<CidrKey, u8> = LpmTrie::with_max_entries(65_536, 0);
 
 /// UIDs and devices that a mesh exempts.
 #[map]

@@ -62,7 +62,7 @@ fn skipped(tier: &Tier, reason: &str, ci: bool) -> Tally {
 }
 
 /// Test targets of one package do not build another package's programs.
-fn build_bins() -> Result<bool> {
+pub fn build_bins() -> Result<bool> {
     let built = succeeds(cargo().args([
         "build",
         "--package",
@@ -126,7 +126,7 @@ fn cargo_test(args: &[String]) -> Result<Tally> {
 }
 
 /// Reads in a thread of its own, which ends with the output.
-fn read_lines(output: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
+pub fn read_lines(output: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
         let mut reader = BufReader::new(output);

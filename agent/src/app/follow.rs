@@ -16,9 +16,8 @@ use crate::cgroup::stream::{CgroupSender, Item, channel};
 use crate::cgroup::watch as inotify;
 use crate::detect::report::{self, LogLimit, Report, report};
 use crate::pods::source::Nudge;
-use crate::pods::source::cri::CriState;
 use crate::policy::Snapshot;
-use crate::policy::keeper::text;
+use crate::policy::text;
 use crate::server::{Channel, Health};
 use crate::sys::clock::wall;
 use crate::sys::poll::readable;
@@ -140,30 +139,6 @@ pub(super) async fn follow_events(
             }
             // Nobody listening is no error.
             let _ = reports.send(Arc::new(report));
-        }
-    }
-}
-
-/// Tells readiness what the pod source does.
-pub(super) async fn watch_source(
-    mut state: watch::Receiver<CriState>,
-    mut snapshots: watch::Receiver<Snapshot>,
-    health: Arc<Health>,
-) -> Ended {
-    loop {
-        let (connected, error) = {
-            let state = state.borrow_and_update();
-            (state.connected, state.last_error.clone())
-        };
-        let reason = error.unwrap_or_else(|| "not connected yet".into());
-        match (connected, snapshots.borrow_and_update().synced) {
-            (true, true) => health.done("pods"),
-            (true, false) => health.wait_for("pods", "connected to the container runtime, listing"),
-            (false, _) => health.wait_for("pods", reason),
-        }
-        tokio::select! {
-            changed = state.changed() => if changed.is_err() { return ("pods", Ok(())) },
-            changed = snapshots.changed() => if changed.is_err() { return ("policy", Ok(())) },
         }
     }
 }

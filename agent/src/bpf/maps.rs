@@ -66,6 +66,17 @@ impl std::fmt::Debug for Maps {
     }
 }
 
+/// The entries of one set of exemptions.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Exemptions {
+    /// `EXEMPT_PORTS`: bits of the port, key.
+    pub ports: Vec<(u32, PortKey)>,
+    /// `EXEMPT_CIDRS`: bits of the address, key.
+    pub cidrs: Vec<(u32, CidrKey)>,
+    /// `EXEMPT_IDS`: key, and `ANY_PORT` or the list of ports that it is limited to.
+    pub ids: Vec<(IdKey, u8)>,
+}
+
 macro_rules! open {
     ($dir:expr, $name:literal, $variant:ident) => {{
         let map = |source| BpfError::Map { map: $name, source };
@@ -249,7 +260,7 @@ impl Maps {
         replace(&mut self.node_addrs, addresses).map_err(failed("NODE_ADDRS"))
     }
 
-    /// Adds exempt ports: `(prefix length of the port, key)`.
+    /// Adds an exempt port or block of ports: `(prefix length of the port, key)`.
     ///
     /// # Errors
     /// [`BpfError::Map`].
@@ -267,12 +278,40 @@ impl Maps {
         self.exempt_cidrs.insert(&key, 1, 0).map_err(failed("EXEMPT_CIDRS"))
     }
 
-    /// Adds an exempt UID or device.
+    /// Adds an exempt device, or UID with the list of ports that its exemption is limited to (`ANY_PORT`: none).
     ///
     /// # Errors
     /// [`BpfError::Map`].
-    pub fn add_exempt_id(&mut self, key: IdKey) -> Result<(), BpfError> {
-        self.exempt_ids.insert(key, 1, 0).map_err(failed("EXEMPT_IDS"))
+    pub fn add_exempt_id(&mut self, key: IdKey, ports: u8) -> Result<(), BpfError> {
+        self.exempt_ids.insert(key, ports, 0).map_err(failed("EXEMPT_IDS"))
+    }
+
+    /// Adds all entries of a set.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`], `ENOSPC` or `E2BIG` when a map is full; what was added by then stays.
+    pub fn add_exemptions(&mut self, entries: &Exemptions) -> Result<(), BpfError> {
+        let Exemptions { ports, cidrs, ids } = entries;
+        ports.iter().try_for_each(|(bits, key)| self.add_exempt_port(*bits, *key))?;
+        cidrs.iter().try_for_each(|(bits, key)| self.add_exempt_cidr(*bits, *key))?;
+        ids.iter().try_for_each(|(key, ports)| self.add_exempt_id(*key, *ports))
+    }
+
+    /// Removes all entries of a set.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`]; an absent entry is none.
+    pub fn remove_exemptions(&mut self, entries: &Exemptions) -> Result<(), BpfError> {
+        let Exemptions { ports, cidrs, ids } = entries;
+        for (bits, key) in ports {
+            let key = Key::new(PortKey::FIXED_BITS + bits, *key);
+            absent_is_fine("EXEMPT_PORTS", self.exempt_ports.remove(&key))?;
+        }
+        for (bits, key) in cidrs {
+            let key = Key::new(CidrKey::FIXED_BITS + bits, *key);
+            absent_is_fine("EXEMPT_CIDRS", self.exempt_cidrs.remove(&key))?;
+        }
+        ids.iter().try_for_each(|(key, _)| absent_is_fine("EXEMPT_IDS", self.exempt_ids.remove(key)))
     }
 
     /// Numbers of the sets that have exemptions.
@@ -284,7 +323,7 @@ impl Maps {
         ports.chain(cidrs).chain(self.exempt_ids.keys().filter_map(Result::ok).map(|key| key.set)).collect()
     }
 
-    /// Removes all exemptions of a set.
+    /// Removes all exemptions of a set, whatever they are: for what an earlier agent left.
     ///
     /// # Errors
     /// [`BpfError::Map`].

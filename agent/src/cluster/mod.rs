@@ -1,10 +1,15 @@
 //! The connection to the Kubernetes API server, shared by everything that talks to it. Knows nothing of eBPF or CNI.
 
+pub mod error;
+pub mod watch;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+
+use crate::cli::exit::Exit;
 
 /// How long connecting may take.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -28,6 +33,16 @@ pub enum ClusterError {
     Client(Box<kube::Error>),
 }
 
+impl ClusterError {
+    /// The exit code.
+    #[must_use]
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::NoServiceAccount(_) | Self::Kubeconfig { .. } | Self::Client(_) => Exit::Usage,
+        }
+    }
+}
+
 /// A client for the API server: of the pod's service account, or what `kubeconfig` says. Sends nothing yet, and so
 /// succeeds while the server is away.
 ///
@@ -44,5 +59,8 @@ pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, ClusterError> 
     };
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
+    // It would try 429, 503 and 504 again up to 15 times by itself: nobody would hear of an eviction that a
+    // disruption budget refuses, nor of a watch that does not start.
+    config.default_retry = false;
     Client::try_from(config).map_err(|error| ClusterError::Client(Box::new(error)))
 }

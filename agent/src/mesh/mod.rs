@@ -2,11 +2,16 @@
 
 pub mod exempt;
 mod grammar;
-mod linkerd;
+pub mod marker;
+mod materialised;
 pub mod profile;
+pub mod profiles;
 pub mod recognise;
+pub mod role;
 
-pub use exempt::{Exemptions, Problem};
-pub use grammar::PortRange;
-pub use profile::{Profile, ProfileError, Profiles};
+pub use exempt::{Exemptions, Listed, Problem};
+pub use grammar::{PortRange, UserPorts};
+pub use profile::Profile;
+pub use profiles::{ProfileError, Profiles};
 pub use recognise::{Membership, Meshed, recognise};
+pub use role::{MeshRole, Phase};

@@ -1,20 +1,14 @@
-//! What a mesh profile is, and where profiles come from.
+//! What a mesh profile is.
 
-use std::{
-    collections::BTreeSet,
-    fs, io,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-};
+use std::net::SocketAddr;
 
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    grammar::{PortGrammar, PortRange},
-    linkerd,
+    grammar::{CidrGrammar, PortGrammar, PortRange},
+    marker::{Marker, Source, Wish},
 };
-use crate::pods::model::{KeyValues, Keys};
 
 /// Everything that is to be known about one mesh. In a file: YAML (or JSON), names in camelCase.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
@@ -26,7 +20,11 @@ pub struct Profile {
     #[serde(default)]
     pub recognise: Recognise,
     /// The containers that the mesh adds to a pod.
+    #[serde(default)]
     pub containers: Containers,
+    /// Each of these says that a CNI plugin sets up the redirection, whatever init containers there are.
+    #[serde(default)]
+    pub cni_when: Vec<Marker>,
     /// Who sets up the redirection as long as the pod does not show it.
     #[serde(default)]
     pub assume_mode: Mode,
@@ -35,16 +33,29 @@ pub struct Profile {
     pub proxy: ProxyIdentity,
     /// The ports that the proxy listens on.
     pub ports: ProxyPorts,
+    /// A connection goes to the proxy with its destination unchanged (TPROXY and a mark). Only for such a mesh is a
+    /// marked packet on lo taken for a proof: whoever has CAP_NET_RAW can mark one.
+    #[serde(default)]
+    pub outbound_tproxy: bool,
+    /// Where the mesh writes down, on the pod, what it does with it. Takes the place of `exempt`, `families`, `dns` and
+    /// the proxy's UID as far as it says something.
+    #[serde(default)]
+    pub materialised: Option<Materialised>,
     /// What the mesh lets out, or in, past the proxy.
     #[serde(default)]
     pub exempt: ExemptRules,
     /// The IP families that the mesh redirects.
     #[serde(default)]
-    pub families: Families,
-    /// Addresses that the mesh's own validator connects to: a connection that leaves the pod for one of them proves
-    /// that it is not redirected, and is not the application's.
+    pub families: FamilyRules,
+    /// What happens to DNS.
     #[serde(default)]
-    pub validator_addresses: Vec<SocketAddr>,
+    pub dns: DnsRules,
+    /// What happens to a connection of the application to the pod's own address.
+    #[serde(default)]
+    pub own_address: OwnAddress,
+    /// The mesh's own check of what its CNI plugin did.
+    #[serde(default)]
+    pub validator: Validator,
 }
 
 /// Which pods are meshed: (a proxy container, or one of `any`) and all of `all` and none of `not`.
@@ -59,27 +70,9 @@ pub struct Recognise {
     pub not: Vec<Marker>,
     /// Each of these says that the pod belongs to the mesh itself and is not judged.
     pub control_plane: Vec<Marker>,
-}
-
-/// A label or an annotation that means something.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub enum Marker {
-    /// A label.
-    Label(KeyMatch),
-    /// An annotation.
-    Annotation(KeyMatch),
-}
-
-/// A key, and possibly its value.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct KeyMatch {
-    /// The key; one that ends with `*` means all keys that start so.
-    pub key: Box<str>,
-    /// The value; without one any value but the empty one counts.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub value: Option<Box<str>>,
+    /// Each of these says that the pod is a gateway: a proxy that redirects nothing. Looked at only in a pod that the
+    /// rest claims.
+    pub gateway: Vec<Marker>,
 }
 
 /// The names of containers that the mesh adds. A name that ends with `*` means all names that start so.
@@ -113,8 +106,10 @@ pub struct ProxyIdentity {
     pub uid: Vec<IdSource>,
     /// Its GID: the first source that says something.
     pub gid: Vec<IdSource>,
-    /// Socket marks that it sets.
+    /// Socket marks that it sets; the first one counts.
     pub marks: Vec<Mark>,
+    /// It runs in a pod of its own: no connection of this pod is the proxy's.
+    pub elsewhere: bool,
 }
 
 /// Where a numeric id is to be read.
@@ -123,8 +118,12 @@ pub struct ProxyIdentity {
 pub enum IdSource {
     /// An annotation of the pod.
     Annotation(Box<str>),
-    /// What the proxy's container runs as, once the runtime tells.
+    /// An annotation of the pod's namespace.
+    NamespaceAnnotation(Box<str>),
+    /// What the proxy's container runs as, once the runtime or the specification tells.
     Container,
+    /// As `container`, but root says nothing.
+    ContainerUnlessRoot,
     /// Always this.
     Fixed(u32),
 }
@@ -152,6 +151,26 @@ pub struct ProxyPorts {
     pub own: Vec<u16>,
 }
 
+/// A configuration that the mesh's injector wrote down on the pod.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Materialised {
+    /// How it is written.
+    pub kind: MaterialisedKind,
+    /// Where: the first place that says something.
+    pub from: Vec<Source>,
+}
+
+/// How a materialised configuration is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum MaterialisedKind {
+    /// Consul's `iptables.Config`, JSON.
+    Consul,
+    /// Kuma's transparent proxy configuration, YAML.
+    Kuma,
+}
+
 /// What the mesh lets pass un-redirected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
@@ -160,12 +179,26 @@ pub struct ExemptRules {
     pub out_ports: PortRule,
     /// Destinations of outgoing connections.
     pub out_cidrs: ListRule<IpNet>,
+    /// Only what this lists is redirected.
+    pub only: OnlyRules,
     /// Users whose connections are not redirected, beside the proxy's.
     pub uids: ListRule<u32>,
+    /// Annotation with users whose connections to some ports are not redirected, as Kuma writes them:
+    /// `<protocol:>?<ports:>?<uids>;…`.
+    pub user_ports: Option<Box<str>>,
+    /// Groups whose connections are not redirected, beside the proxy's.
+    pub gids: ListRule<u32>,
+    /// Annotation with names of network devices whose connections are not redirected.
+    pub devices: Option<Box<str>>,
     /// Ports of incoming connections.
     pub in_ports: PortRule,
+    /// Annotation with the only ports of incoming connections that are redirected, in the grammar of `inPorts`. Absent
+    /// or `*`: all but `inPorts`. A list makes `inPorts` void.
+    pub in_only: Option<Box<str>>,
     /// Sources of incoming connections.
     pub in_sources: ListRule<IpNet>,
+    /// Each of these says that no incoming connection is redirected.
+    pub in_off: Vec<Marker>,
 }
 
 /// Exempt ports: the mesh's defaults, and an annotation.
@@ -176,12 +209,16 @@ pub struct PortRule {
     pub cni: Vec<PortRange>,
     /// The mesh's defaults with an init container.
     pub init: Vec<PortRange>,
-    /// The annotation; an empty value counts as absent.
+    /// The annotation.
     pub annotation: Option<Box<str>>,
+    /// The same annotation on the namespace counts where the pod has none.
+    pub namespace: bool,
     /// How the annotation is written.
     pub grammar: PortGrammar,
     /// What the annotation does to the defaults.
     pub merge: Merge,
+    /// What an empty annotation says.
+    pub empty: Empty,
 }
 
 /// Exempt things of another kind: the mesh's defaults, and an annotation with a list separated by commas.
@@ -192,14 +229,64 @@ pub struct ListRule<T> {
     pub defaults: Vec<T>,
     /// The annotation; an empty value counts as absent.
     pub annotation: Option<Box<str>>,
+    /// The same annotation on the namespace counts where the pod has none.
+    pub namespace: bool,
+    /// How networks are written in the annotation.
+    pub grammar: CidrGrammar,
     /// What the annotation does to the defaults.
     pub merge: Merge,
 }
 
 impl<T> Default for ListRule<T> {
     fn default() -> Self {
-        Self { defaults: Vec::new(), annotation: None, merge: Merge::default() }
+        Self {
+            defaults: Vec::new(),
+            annotation: None,
+            namespace: false,
+            grammar: CidrGrammar::default(),
+            merge: Merge::default(),
+        }
     }
+}
+
+/// Annotations by which only some outgoing connections are redirected. What is exempt stays so.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct OnlyRules {
+    /// The annotation with the networks. `*` means all.
+    pub cidrs: Option<Box<str>>,
+    /// How networks are written.
+    pub cidr_grammar: CidrGrammar,
+    /// What an empty list of networks says: that there is none, or that none is redirected.
+    pub empty: Empty,
+    /// The annotation with the ports.
+    pub ports: Option<Box<str>>,
+    /// How ports are written.
+    pub port_grammar: PortGrammar,
+    /// What a list of ports alone does.
+    pub ports_alone: PortsAlone,
+}
+
+/// What a list of ports says where there is none of networks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum PortsAlone {
+    /// Nothing: all networks are redirected, on all ports.
+    #[default]
+    SayNothing,
+    /// Only these ports are redirected, and `outPorts` is void.
+    Limit,
+}
+
+/// What an empty annotation says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Empty {
+    /// As much as an absent one.
+    #[default]
+    Absent,
+    /// An empty list.
+    List,
 }
 
 /// What an annotation does to the defaults.
@@ -213,72 +300,136 @@ pub enum Merge {
     Append,
 }
 
-/// IP families.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Families {
+/// The IP families that the mesh redirects, by default and in a pod.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct FamilyRules {
     /// IPv4.
     pub ipv4: bool,
-    /// IPv6.
+    /// IPv6, by default.
     pub ipv6: bool,
+    /// Each of these says that IPv6 is redirected after all.
+    pub ipv6_when: Vec<Marker>,
+    /// Each of these says that it is not.
+    pub ipv6_unless: Vec<Marker>,
+    /// IPv6 is redirected in a pod whose first address is one.
+    pub ipv6_when_first: bool,
 }
 
-impl Default for Families {
+impl Default for FamilyRules {
     fn default() -> Self {
-        Self { ipv4: true, ipv6: true }
-    }
-}
-
-impl Marker {
-    /// Whether a pod with these labels and annotations carries it.
-    #[must_use]
-    pub fn is_on(&self, labels: &KeyValues, annotations: &KeyValues) -> bool {
-        let (map, wanted) = match self {
-            Self::Label(wanted) => (labels, wanted),
-            Self::Annotation(wanted) => (annotations, wanted),
-        };
-        map.iter().any(|(key, value)| {
-            matches(&wanted.key, key)
-                && wanted.value.as_deref().map_or(!value.is_empty(), |wanted| wanted == value)
-        })
-    }
-
-    fn key(&self) -> &str {
-        match self {
-            Self::Label(wanted) | Self::Annotation(wanted) => &wanted.key,
+        Self {
+            ipv4: true,
+            ipv6: true,
+            ipv6_when: Vec::new(),
+            ipv6_unless: Vec::new(),
+            ipv6_when_first: false,
         }
     }
 }
 
-/// Whether `name` is what `pattern` means: itself, or anything with that beginning when it ends with `*`.
-pub(super) fn matches(pattern: &str, name: &str) -> bool {
-    match pattern.strip_suffix('*') {
-        Some(prefix) => name.starts_with(prefix),
-        None => pattern == name,
-    }
+/// What happens to DNS of a pod, where the conditions hold; otherwise DNS over TCP is redirected as anything else and
+/// DNS over UDP goes straight out.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct DnsRules {
+    /// One of these must hold, if there is any.
+    pub when: Vec<Marker>,
+    /// None of these may hold.
+    pub unless: Vec<Marker>,
+    /// TCP to port 53 goes straight out.
+    pub tcp_exempt: bool,
+    /// UDP to port 53 is redirected to the proxy.
+    pub udp_captured: bool,
+}
+
+/// What happens to a connection to the pod's own address. It stays on lo either way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum OwnAddress {
+    /// It is not redirected.
+    #[default]
+    Direct,
+    /// It is redirected like any other, and so proves that redirection works.
+    Redirected,
+}
+
+/// The mesh's own check, an init container.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Validator {
+    /// How it exits when the pod is not redirected.
+    pub exit_code: Option<i32>,
+    /// Addresses that it connects to: a connection of it that leaves the pod for one of them proves that the pod is
+    /// not redirected, and is not the application's.
+    pub addresses: Vec<SocketAddr>,
+    /// The argument that names another address, as `--name value` or `--name=value`.
+    pub address_argument: Option<Box<str>>,
 }
 
 impl Profile {
-    /// The labels and annotations that this profile reads.
-    pub fn keys(&self) -> impl Iterator<Item = &str> {
-        let Recognise { any, all, not, control_plane } = &self.recognise;
-        let ExemptRules { out_ports, out_cidrs, uids, in_ports, in_sources } = &self.exempt;
-        let markers = [any, all, not, control_plane].into_iter().flatten().map(Marker::key);
-        let rules = [
+    /// What of a pod this profile reads.
+    pub(super) fn wishes(&self) -> Vec<Wish<'_>> {
+        let Recognise { any, all, not, control_plane, gateway } = &self.recognise;
+        let ExemptRules {
+            out_ports,
+            out_cidrs,
+            only,
+            uids,
+            user_ports,
+            gids,
+            devices,
+            in_ports,
+            in_only,
+            in_sources,
+            in_off,
+        } = &self.exempt;
+        let FamilyRules { ipv6_when, ipv6_unless, .. } = &self.families;
+        let DnsRules { when, unless, .. } = &self.dns;
+        let Containers { proxy, init, validator } = &self.containers;
+        let markers = [
+            any,
+            all,
+            not,
+            control_plane,
+            gateway,
+            in_off,
+            ipv6_when,
+            ipv6_unless,
+            when,
+            unless,
+            &self.cni_when,
+        ];
+        let keys = [
             &out_ports.annotation,
             &out_cidrs.annotation,
+            &only.cidrs,
+            &only.ports,
             &uids.annotation,
+            user_ports,
+            &gids.annotation,
+            devices,
             &in_ports.annotation,
+            in_only,
             &in_sources.annotation,
         ];
         let ids = self.proxy.uid.iter().chain(&self.proxy.gid).filter_map(|source| match source {
-            IdSource::Annotation(key) => Some(&**key),
-            IdSource::Container | IdSource::Fixed(_) => None,
+            IdSource::Annotation(key) | IdSource::NamespaceAnnotation(key) => Some(&**key),
+            IdSource::Container | IdSource::ContainerUnlessRoot | IdSource::Fixed(_) => None,
         });
-        markers.chain(rules.into_iter().filter_map(Option::as_deref)).chain(ids)
+        let keys = keys.into_iter().filter_map(Option::as_deref).chain(ids).map(Wish::Key);
+        let names = proxy.iter().chain(init).chain(validator).map(|name| Wish::Container(name));
+        let markers = markers.into_iter().flatten().flat_map(Marker::wishes);
+        let written =
+            self.materialised.iter().flat_map(|written| written.from.iter().flat_map(Source::wishes));
+        markers.chain(keys).chain(names).chain(written).collect()
     }
 
-    fn check(&self) -> Result<(), String> {
+    /// Whether it makes sense.
+    ///
+    /// # Errors
+    /// What does not, in a sentence.
+    pub fn check(&self) -> Result<(), String> {
         let Containers { proxy, init: _, validator: _ } = &self.containers;
         let Recognise { any, .. } = &self.recognise;
         if self.name.is_empty()
@@ -292,209 +443,22 @@ impl Profile {
         if proxy.iter().any(|name| name.trim_end_matches('*').is_empty()) {
             return Err("containers.proxy would match every container".to_owned());
         }
-        if self.keys().any(|key| key.trim_end_matches('*').is_empty()) {
+        if self.proxy.elsewhere && !proxy.is_empty() {
+            return Err(
+                "proxy.elsewhere: the proxy is no container of the pod, but containers.proxy names one"
+                    .to_owned(),
+            );
+        }
+        if self.proxy.marks.len() > 1 {
+            return Err("proxy.marks: the kernel half compares with one mark".to_owned());
+        }
+        let empty = |wish: &Wish<'_>| match wish {
+            Wish::Key(key) => key.trim_end_matches('*').is_empty(),
+            Wish::Container(_) | Wish::Env(_) => false,
+        };
+        if self.wishes().iter().any(empty) {
             return Err("an empty label or annotation key would match every pod".to_owned());
         }
         Ok(())
-    }
-}
-
-/// Why the profiles cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ProfileError {
-    /// The file cannot be read.
-    #[error("cannot read the mesh profiles in {path}: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// The file is not a list of profiles.
-    #[error("the mesh profiles in {path} are not valid: {reason}")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        reason: String,
-    },
-    /// A profile makes no sense.
-    #[error("mesh profile `{name}` in {path}: {reason}")]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// The profile.
-        name: Box<str>,
-        /// What is wrong.
-        reason: String,
-    },
-}
-
-/// The file given by `--profiles`.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct File {
-    profiles: Vec<Profile>,
-}
-
-/// What the parser says first, `line 2 column 11: …`; the picture of the place that follows is for a terminal, not for
-/// a log.
-fn one_line(error: &str) -> String {
-    let first = error.lines().next().unwrap_or_default();
-    first.strip_prefix("error: ").unwrap_or(first).to_owned()
-}
-
-/// All profiles in use, the ones to try first in front.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Profiles(Vec<Profile>);
-
-impl Profiles {
-    /// The built-in profiles.
-    #[must_use]
-    pub fn built_in() -> Self {
-        Self(vec![linkerd::profile()])
-    }
-
-    /// The profiles in the file at `path` (YAML or JSON: `profiles: [...]`), then the built-in ones. A profile with a
-    /// built-in one's name takes its place.
-    ///
-    /// # Errors
-    /// [`ProfileError`]; it names the file, and the line or the profile.
-    pub fn load(path: &Path) -> Result<Self, ProfileError> {
-        let text =
-            fs::read_to_string(path).map_err(|source| ProfileError::Read { path: path.into(), source })?;
-        Self::parse(path, &text)
-    }
-
-    fn parse(path: &Path, text: &str) -> Result<Self, ProfileError> {
-        let parse = |reason: String| ProfileError::Parse { path: path.into(), reason };
-        let File { mut profiles } =
-            serde_saphyr::from_str(text).map_err(|error| parse(one_line(&error.to_string())))?;
-        let mut names = BTreeSet::new();
-        for profile in &profiles {
-            let invalid =
-                |reason| ProfileError::Invalid { path: path.into(), name: profile.name.clone(), reason };
-            profile.check().map_err(invalid)?;
-            if !names.insert(profile.name.clone()) {
-                return Err(invalid("there are two of this name".to_owned()));
-            }
-        }
-        profiles.extend(Self::built_in().0.into_iter().filter(|built_in| !names.contains(&built_in.name)));
-        Ok(Self(profiles))
-    }
-
-    /// The profiles in the order in which they are tried.
-    #[must_use]
-    pub fn as_slice(&self) -> &[Profile] {
-        &self.0
-    }
-
-    /// The labels and annotations that any of them reads, for a source to keep.
-    #[must_use]
-    pub fn keys(&self) -> Keys {
-        self.0.iter().flat_map(Profile::keys).collect()
-    }
-
-    /// The names of the containers that matter to any of them, for a source to ask the runtime about.
-    #[must_use]
-    pub fn container_names(&self) -> Keys {
-        let all = self.0.iter().flat_map(|profile| {
-            let Containers { proxy, init, validator } = &profile.containers;
-            proxy.iter().chain(init).chain(validator)
-        });
-        all.map(|name| &**name).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const FILE: &str = r#"
-profiles:
-- name: osm
-  recognise:
-    any:
-    - label: {key: osm-proxy-uuid}
-    not:
-    - annotation: {key: openservicemesh.io/sidecar-injection, value: disabled}
-  containers: {proxy: [envoy], init: [osm-init]}
-  assumeMode: init
-  proxy:
-    uid: [container, {fixed: 1500}]
-    marks: [{value: 1337, mask: 4095}]
-  ports: {outbound: 15001, inbound: 15003, own: [15000, 15010]}
-  exempt:
-    outPorts: {annotation: openservicemesh.io/outbound-port-exclusion-list, merge: append, init: [53, 8000-8100]}
-    outCidrs: {annotation: openservicemesh.io/outbound-ip-range-exclusion-list, defaults: [10.0.0.0/8]}
-  validatorAddresses: ["192.0.2.2:1404", "[fd00::1]:20001"]
-"#;
-
-    fn parse(text: &str) -> Result<Profiles, ProfileError> {
-        Profiles::parse(Path::new("/etc/nobypass/profiles.yaml"), text)
-    }
-
-    #[test]
-    fn a_generic_profile_from_yaml() {
-        let profiles = parse(FILE).expect("valid");
-        let [osm, linkerd] = profiles.as_slice() else { panic!("{profiles:?}") };
-        assert_eq!((&*osm.name, &*linkerd.name), ("osm", "linkerd"));
-        assert_eq!(osm.proxy.uid, [IdSource::Container, IdSource::Fixed(1500)]);
-        assert_eq!(
-            osm.exempt.out_ports.init,
-            ["53".parse().expect("port"), "8000-8100".parse().expect("range")]
-        );
-        assert_eq!(osm.exempt.out_ports.merge, Merge::Append);
-        assert_eq!((osm.assume_mode, osm.families), (Mode::Init, Families::default()));
-
-        let keys = profiles.keys();
-        for key in
-            ["osm-proxy-uuid", "openservicemesh.io/outbound-port-exclusion-list", "linkerd.io/proxy-version"]
-        {
-            assert!(keys.keeps(key), "{key}");
-        }
-        assert!(!keys.keeps("app"));
-        assert!(profiles.container_names().keeps("osm-init"));
-    }
-
-    #[test]
-    fn the_example_in_the_readme_is_valid() {
-        let readme = include_str!("../../../README.md");
-        let example = readme.split("```yaml").nth(1).and_then(|rest| rest.split("```").next());
-        let profiles = parse(example.expect("an example")).expect("valid");
-        let [osm, _] = profiles.as_slice() else { panic!("{profiles:?}") };
-        assert_eq!((&*osm.name, osm.families), ("osm", Families { ipv4: true, ipv6: false }));
-    }
-
-    #[test]
-    fn json_is_yaml_too_and_a_profile_round_trips() {
-        let built_in = Profiles::built_in();
-        let json = serde_json::json!({ "profiles": built_in.as_slice() }).to_string();
-        assert_eq!(parse(&json).expect("valid"), built_in, "a profile of a built-in's name takes its place");
-    }
-
-    #[test]
-    fn errors_name_the_file_and_the_place() {
-        let minimal =
-            "profiles:\n- name: x\n  containers: {proxy: [p]}\n  ports: {outbound: 1, inbound: 2}\n";
-        assert!(parse(minimal).is_ok());
-        for (text, want) in [
-            (minimal.replace("inbound: 2", "inbound: 2, inbuond: 3"), "inbuond"),
-            (minimal.replace("name: x", "name: 'a b'"), "letters, digits"),
-            (minimal.replace("[p]", "['*']"), "every container"),
-            (minimal.replace("[p]", "[]"), "which pods are meshed"),
-            (minimal.replace("outbound: 1", "outbound: 70000"), "line 4"),
-            (format!("{minimal}  recognise: {{any: [{{label: {{key: ''}}}}]}}\n"), "every pod"),
-            (format!("{minimal}{}", minimal.replace("profiles:\n", "")), "two of this name"),
-            ("profiles: 3".to_owned(), "line 1"),
-            (String::new(), "profiles"),
-        ] {
-            let error = parse(&text).expect_err(&text).to_string();
-            assert!(
-                error.contains(want) && error.contains("/etc/nobypass/profiles.yaml"),
-                "{text}\n→ {error}"
-            );
-        }
-        assert!(matches!(Profiles::load(Path::new("/nonexistent")), Err(ProfileError::Read { .. })));
     }
 }

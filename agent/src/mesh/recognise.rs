@@ -1,10 +1,21 @@
 //! Whether a pod is meshed, and what follows from that. Pure.
 
+use std::net::SocketAddr;
+
 use super::{
     exempt::{Exemptions, Problem, exemptions, identity},
-    profile::{Families, Mark, Marker, Mode, Profile, matches},
+    grammar::{PortRange, normalise},
+    marker::{Marker, matches},
+    materialised::{self, Dns, Written},
+    profile::{FamilyRules, Mark, Mode, OwnAddress, Profile},
+    role::{self, Phase, Roles},
 };
-use crate::pods::model::{Container, ContainerId, PodFacts, Sandbox, State};
+use crate::pods::model::{Container, ContainerId, PodFacts, Role, State};
+
+/// What our own pods carry: the chart's `app.kubernetes.io/name`.
+const OWN: (&str, &str) = ("app.kubernetes.io/name", "nobypass");
+/// The keys that are read of every pod, whatever the profiles say.
+pub(super) const OWN_KEYS: [&str; 1] = [OWN.0];
 
 /// Runtimes whose pods have a network stack of their own that no program of this kernel sees, by a part of their
 /// handler's or runtime's name.
@@ -64,6 +75,13 @@ pub enum Exempt {
         /// The mesh.
         profile: Box<str>,
     },
+    /// It is a proxy that redirects nothing.
+    Gateway {
+        /// The mesh.
+        profile: Box<str>,
+    },
+    /// It is nobypass.
+    Own,
 }
 
 /// Why a meshed pod cannot be judged.
@@ -88,6 +106,8 @@ pub struct Meshed {
     pub proxy_gid: Option<u32>,
     /// Socket marks likewise.
     pub proxy_marks: Vec<Mark>,
+    /// The proxy runs in a pod of its own: nothing of this pod is the proxy's.
+    pub proxy_elsewhere: bool,
     /// The port that outgoing connections are redirected to.
     pub outbound_port: u16,
     /// The port that incoming connections are redirected to.
@@ -98,12 +118,60 @@ pub struct Meshed {
     pub mode_assumed: bool,
     /// From now on an un-redirected connection is a bypass. With an init container: once it has succeeded.
     pub redirect_due: bool,
+    /// What each container is to the mesh.
+    pub roles: Roles,
+    /// Where the pod stands.
+    pub phase: Phase,
     /// The IP families that the mesh redirects.
     pub families: Families,
+    /// A marked packet on lo with an unchanged destination proves redirection.
+    pub outbound_tproxy: bool,
+    /// UDP to port 53 is redirected to the proxy.
+    pub dns_captured: bool,
+    /// What happens to a connection to the pod's own address.
+    pub own_address: OwnAddress,
+    /// How the mesh's validator exits when the pod is not redirected.
+    pub validator_exit_code: Option<i32>,
+    /// Addresses that the mesh's validator connects to, see [`Meshed::is_canary`].
+    pub validator_addresses: Vec<SocketAddr>,
     /// What the mesh lets pass.
     pub exemptions: Exemptions,
     /// Annotations that could not be taken as they are.
     pub problems: Vec<Problem>,
+}
+
+/// IP families.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Families {
+    /// IPv4.
+    pub ipv4: bool,
+    /// IPv6.
+    pub ipv6: bool,
+}
+
+impl Meshed {
+    /// Whether a connection that left the pod, of the container of this name and to this address, is the mesh's own
+    /// check: a definite sign that the pod is not redirected, and none of the application's doing. A validator that
+    /// nobody has named yet is known by the address alone.
+    #[must_use]
+    pub fn is_canary(&self, container: Option<&str>, destination: SocketAddr) -> bool {
+        let by_validator =
+            container.is_none_or(|name| self.roles.of(name) == Some(role::MeshRole::Validator));
+        by_validator && self.validator_addresses.contains(&destination)
+    }
+
+    /// Whether a validator has said by its exit code that the pod is not redirected.
+    #[must_use]
+    pub fn validator_refuses(&self, pod: &PodFacts) -> bool {
+        self.validator_exit_code.is_some_and(|code| {
+            let validators = pod
+                .containers
+                .iter()
+                .filter(|container| self.roles.of(&container.name) == Some(role::MeshRole::Validator));
+            let last = |container: &Container| container.exit_code.or(container.last_exit_code);
+            validators.max_by_key(|container| container.created_at).and_then(last) == Some(code)
+        })
+    }
 }
 
 impl NotMeshed {
@@ -124,6 +192,8 @@ impl Exempt {
         match self {
             Self::HostNetwork => "host_network",
             Self::ControlPlane { .. } => "control_plane",
+            Self::Gateway { .. } => "gateway",
+            Self::Own => "own",
         }
     }
 }
@@ -148,25 +218,31 @@ pub fn recognise(pod: &PodFacts, profiles: &[Profile]) -> Membership {
     if pod.host_network() == Some(true) {
         return Membership::Exempt { reason: Exempt::HostNetwork };
     }
+    if pod.labels.get(OWN.0) == Some(OWN.1) {
+        return Membership::Exempt { reason: Exempt::Own };
+    }
     let mut missing = None;
     for profile in profiles {
-        let on_pod = |markers: &[_]| markers.iter().any(|marker| is_on(marker, pod));
+        let on_pod = |markers: &[Marker]| markers.iter().any(|marker| marker.is_on(pod));
         let rules = &profile.recognise;
         if on_pod(&rules.control_plane) {
             return Membership::Exempt { reason: Exempt::ControlPlane { profile: profile.name.clone() } };
         }
         let proxy = proxy(pod, profile);
         let claimed = (proxy.is_some() || on_pod(&rules.any))
-            && rules.all.iter().all(|marker| is_on(marker, pod))
+            && rules.all.iter().all(|marker| marker.is_on(pod))
             && !on_pod(&rules.not);
         if !claimed {
             continue;
+        }
+        if on_pod(&rules.gateway) {
+            return Membership::Exempt { reason: Exempt::Gateway { profile: profile.name.clone() } };
         }
         if proxy.is_none() && pod.containers_complete && !profile.containers.proxy.is_empty() {
             missing = missing.or_else(|| Some(profile.name.clone()));
             continue;
         }
-        if let Some(reason) = pod.sandbox.as_ref().and_then(foreign_runtime) {
+        if let Some(reason) = foreign_runtime(pod) {
             return Membership::Unsupported { profile: profile.name.clone(), reason };
         }
         return Membership::Meshed(Box::new(meshed(pod, profile, proxy)));
@@ -178,14 +254,12 @@ pub fn recognise(pod: &PodFacts, profiles: &[Profile]) -> Membership {
     Membership::NotMeshed { reason }
 }
 
-fn is_on(marker: &Marker, pod: &PodFacts) -> bool {
-    marker.is_on(&pod.labels, &pod.annotations)
-}
-
-/// Containers of `pod` with one of these names; the one in the best state first, the newest of those.
+/// Containers of `pod` with one of these names; the one in the best state first, the newest of those. One that was added
+/// for debugging is never the mesh's, whatever its name.
 fn best<'a>(pod: &'a PodFacts, names: &[Box<str>]) -> Option<&'a Container> {
     pod.containers
         .iter()
+        .filter(|container| container.role != Role::Ephemeral)
         .filter(|container| names.iter().any(|name| matches(name, &container.name)))
         .max_by_key(|container| (container.state, container.created_at))
 }
@@ -194,50 +268,113 @@ fn proxy<'a>(pod: &'a PodFacts, profile: &Profile) -> Option<&'a Container> {
     best(pod, &profile.containers.proxy)
 }
 
-fn foreign_runtime(sandbox: &Sandbox) -> Option<Unsupported> {
-    let names = [&*sandbox.runtime_handler, sandbox.runtime_type.as_deref().unwrap_or_default()];
-    let names = names.map(str::to_ascii_lowercase);
+fn foreign_runtime(pod: &PodFacts) -> Option<Unsupported> {
+    let sandbox = pod.sandbox.as_ref();
+    let names = [
+        sandbox.map(|sandbox| &*sandbox.runtime_handler),
+        sandbox.and_then(|sandbox| sandbox.runtime_type.as_deref()),
+        pod.runtime_class_name.as_deref(),
+    ];
+    let names = names.map(|name| name.unwrap_or_default().to_ascii_lowercase());
     let is_named = |part: &str| names.iter().any(|name| name.contains(part));
     FOREIGN_RUNTIMES.iter().find_map(|(part, reason)| is_named(part).then_some(*reason))
 }
 
-fn meshed(pod: &PodFacts, profile: &Profile, proxy: Option<&Container>) -> Meshed {
-    let init = best(pod, &profile.containers.init);
+/// Who sets up the redirection, and whether that is assumed.
+fn mode(
+    pod: &PodFacts,
+    profile: &Profile,
+    init: Option<&Container>,
+    proxy: Option<&Container>,
+) -> (Mode, bool) {
+    if profile.cni_when.iter().any(|marker| marker.is_on(pod)) {
+        return (Mode::Cni, false);
+    }
+    if init.is_some() {
+        return (Mode::Init, false);
+    }
     let validator = best(pod, &profile.containers.validator);
     // Init containers run in order, and the mesh's come before the proxy: a proxy without them means a CNI plugin.
-    let (mode, mode_assumed) = if init.is_some() {
-        (Mode::Init, false)
-    } else if validator.is_some() || proxy.is_some() || pod.containers_complete {
+    if validator.is_some() || proxy.is_some() || pod.containers_complete {
         (Mode::Cni, false)
     } else {
         (profile.assume_mode, true)
-    };
+    }
+}
+
+fn families(rules: &FamilyRules, pod: &PodFacts, written: Option<bool>) -> Families {
+    let FamilyRules { ipv4, ipv6, ipv6_when, ipv6_unless, ipv6_when_first } = rules;
+    let on_pod = |markers: &[Marker]| markers.iter().any(|marker| marker.is_on(pod));
+    let first = *ipv6_when_first && pod.pod_ips.first().is_some_and(std::net::IpAddr::is_ipv6);
+    let by_rules = (*ipv6 || first || on_pod(ipv6_when)) && !on_pod(ipv6_unless);
+    Families { ipv4: *ipv4, ipv6: written.unwrap_or(by_rules) }
+}
+
+fn meshed(pod: &PodFacts, profile: &Profile, proxy: Option<&Container>) -> Meshed {
+    let init = best(pod, &profile.containers.init);
+    let (mode, mode_assumed) = mode(pod, profile, init, proxy);
     let redirect_due = match mode {
         Mode::Cni => true,
-        Mode::Init => init.is_some_and(|init| has_succeeded(init, proxy.is_some())),
+        Mode::Init => init.is_some_and(|init| has_succeeded(init, proxy.is_some_and(has_begun))),
     };
     let mut problems = Vec::new();
-    let user = proxy.and_then(|proxy| proxy.user);
-    let id =
-        |sources: &[_], pick, problems: &mut _| identity(sources, &pod.annotations, user, pick, problems);
+    let written = profile.materialised.as_ref().and_then(|rule| materialised::read(rule, pod, &mut problems));
+    let exempt = match &written {
+        Some(written) => written.exemptions.clone(),
+        None => exemptions(&profile.exempt, pod, mode, &mut problems),
+    };
+    let written = written.unwrap_or_default();
+    let Written { proxy_uid, outbound_port, inbound_port, ipv6, dns, exemptions: _ } = written;
+    let dns = dns.unwrap_or_else(|| dns_rules(pod, profile));
+    let uid = match proxy_uid {
+        None => identity(&profile.proxy.uid, pod, proxy, Container::uid, &mut problems),
+        uid => uid,
+    };
     Meshed {
         profile: profile.name.clone(),
         proxy_container: proxy.and_then(|proxy| proxy.id),
-        proxy_uid: id(&profile.proxy.uid, |user| user.uid, &mut problems),
-        proxy_gid: id(&profile.proxy.gid, |user| user.gid, &mut problems),
+        proxy_uid: uid,
+        proxy_gid: identity(&profile.proxy.gid, pod, proxy, Container::gid, &mut problems),
         proxy_marks: profile.proxy.marks.clone(),
-        outbound_port: profile.ports.outbound,
-        inbound_port: profile.ports.inbound,
+        proxy_elsewhere: profile.proxy.elsewhere,
+        outbound_port: outbound_port.unwrap_or(profile.ports.outbound),
+        inbound_port: inbound_port.unwrap_or(profile.ports.inbound),
         mode,
         mode_assumed,
         redirect_due,
-        families: profile.families,
-        exemptions: exemptions(&profile.exempt, &pod.annotations, mode, &mut problems),
+        roles: role::roles(pod, profile),
+        phase: role::phase(pod, redirect_due),
+        families: families(&profile.families, pod, ipv6),
+        outbound_tproxy: profile.outbound_tproxy,
+        dns_captured: dns.udp_captured,
+        own_address: profile.own_address,
+        validator_exit_code: profile.validator.exit_code,
+        validator_addresses: role::validator_addresses(pod, profile, &mut problems),
+        exemptions: with_dns(exempt, dns),
         problems,
     }
 }
 
-/// Whether an init container is done. While its exit code is unknown, a later container proves it.
+fn dns_rules(pod: &PodFacts, profile: &Profile) -> Dns {
+    let rules = &profile.dns;
+    let holds = (rules.when.is_empty() || rules.when.iter().any(|marker| marker.is_on(pod)))
+        && !rules.unless.iter().any(|marker| marker.is_on(pod));
+    Dns { tcp_exempt: holds && rules.tcp_exempt, udp_captured: holds && rules.udp_captured }
+}
+
+fn with_dns(mut exemptions: Exemptions, dns: Dns) -> Exemptions {
+    if dns.tcp_exempt {
+        exemptions.out_ports.push(PortRange::one(53));
+        exemptions.out_ports = normalise(exemptions.out_ports);
+    }
+    exemptions
+}
+
+fn has_begun(container: &Container) -> bool {
+    matches!(container.state, State::Created | State::Running | State::Exited)
+}
+
+/// Whether an init container is done. While its exit code is unknown, a later container that exists proves it.
 fn has_succeeded(init: &Container, later_exists: bool) -> bool {
     init.state == State::Exited && init.exit_code.map_or(later_exists, |code| code == 0)
 }

@@ -4,41 +4,46 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nobypass_common::abi::{
-    LedgerKey, LedgerSums, NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy,
-};
+use nobypass_common::abi::{LedgerKey, LedgerSums, POD_GAP4, POD_GAP6, PodName, PodPolicy};
 use nobypass_common::ids::PodKind;
 use tokio::sync::{mpsc, watch};
 
 use super::desired::{self, Wishes};
-use super::exempt::{Entries, Sets, entries};
-use super::registry::{Change, Entry, PodCgroup, Registry};
+use super::devices;
+use super::exempt::{KernelExemptions, Sets, entries, is_fit};
+use super::mode::{self, Choice};
+use super::registry::{Change, PodCgroup, Registry};
+use super::reload::PolicyState;
 use super::snapshot::{Ledger, PodView, Snapshot, fold};
+use super::view::{mode_problems, name, padded, text, view};
 use crate::bpf::{BpfError, Maps};
 use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::PodParent;
 use crate::cgroup::scan::scan;
 use crate::cgroup::stream::{CgroupReceiver, Item};
-use crate::mesh::{Exemptions, Membership, Profiles, recognise};
+use crate::mesh::recognise;
 use crate::pods::PodUid;
-use crate::pods::model::PodFacts;
 use crate::pods::source::PodUpdate;
 use crate::sys::clock::monotonic_ns;
 
 /// How often all pod cgroups are scanned, whatever the events said.
 const RESCAN: Duration = Duration::from_secs(30);
 
+/// What is left to do for a pod: its cgroup, its entry, and the set that nobody uses any more then.
+type Prepared = (u64, PodPolicy, Option<(u32, KernelExemptions)>);
+
 /// See the module.
 #[derive(Debug)]
 pub struct Keeper {
     maps: Maps,
     parents: Vec<PodParent>,
-    profiles: Arc<Profiles>,
-    wishes: Wishes,
+    policy: watch::Receiver<PolicyState>,
     registry: Registry,
     sets: Sets,
+    /// Sets that the maps had no room for.
+    unfit: HashSet<u32>,
     /// What each pod's entry says, and the exemptions that it holds on to.
-    written: HashMap<u64, (PodPolicy, Exemptions)>,
+    written: HashMap<u64, (PodPolicy, KernelExemptions)>,
     views: HashMap<u64, Arc<PodView>>,
     ledger: Ledger,
     revision: u64,
@@ -51,8 +56,7 @@ impl Keeper {
     pub fn new(
         maps: Maps,
         parents: Vec<PodParent>,
-        profiles: Arc<Profiles>,
-        wishes: Wishes,
+        mut policy: watch::Receiver<PolicyState>,
     ) -> (Self, watch::Receiver<Snapshot>) {
         let earlier = maps.policies();
         let last_set = earlier.iter().map(|(_, policy)| policy.exempt_set).max().unwrap_or(0);
@@ -61,15 +65,20 @@ impl Keeper {
         for (LedgerKey { namespace, mesh }, LedgerSums { count }) in maps.ledger() {
             ledger.insert((text(&namespace).into(), text(&mesh).into()), count);
         }
-        let state = Snapshot { ledger: Arc::new(ledger.clone()), ..Snapshot::default() };
+        let (profiles, policy_revision) = {
+            let now = policy.borrow_and_update();
+            (Arc::clone(&now.profiles), now.revision)
+        };
+        let state =
+            Snapshot { ledger: Arc::new(ledger.clone()), profiles, policy_revision, ..Snapshot::default() };
         let (out, snapshots) = watch::channel(state.clone());
         let keeper = Self {
             maps,
             parents,
-            profiles,
-            wishes,
+            policy,
             registry: Registry::default(),
             sets: Sets::starting_after(last_set),
+            unfit: HashSet::new(),
             written: HashMap::new(),
             views: HashMap::new(),
             ledger,
@@ -102,9 +111,28 @@ impl Keeper {
                     Some(update) => self.pod(update)?,
                     None => return Ok(()),
                 },
+                changed = self.policy.changed() => match changed {
+                    Ok(()) => self.decide_anew()?,
+                    Err(_) => return Ok(()),
+                },
                 _ = rescan.tick() => self.rescan()?,
             }
         }
+    }
+
+    /// The policy changed: every pod may need another entry.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    fn decide_anew(&mut self) -> Result<(), BpfError> {
+        {
+            let policy = self.policy.borrow_and_update();
+            self.state.policy_revision = policy.revision;
+            self.state.profiles = Arc::clone(&policy.profiles);
+        }
+        let pods: Vec<Change> = self.registry.with_cgroup().map(|(uid, _, _)| Change::Pod(uid)).collect();
+        self.publish();
+        self.apply(pods)
     }
 
     fn cgroup(&mut self, event: &CgroupEvent) -> Result<(), BpfError> {
@@ -196,11 +224,37 @@ impl Keeper {
         }
         // First everybody can tell whose cgroup it is, then the programs act on it.
         self.publish();
+        let mut stale = Vec::new();
         for (cgroup, policy, released) in ready {
-            self.write(cgroup, policy)?;
-            if let Some(set) = released {
-                self.maps.remove_exempt_set(set)?;
+            if !self.write(cgroup, policy)? {
+                stale.push(cgroup);
             }
+            if let Some((set, exemptions)) = released {
+                self.remove_set(set, &exemptions);
+            }
+        }
+        self.decide_again(&stale)
+    }
+
+    /// Entries that somebody else wrote later than this decided on them. What is known now is newer than either.
+    fn decide_again(&mut self, cgroups: &[u64]) -> Result<(), BpfError> {
+        for cgroup in cgroups {
+            self.state.conflicts += 1;
+            tracing::warn!(cgroup, "somebody else wrote a pod's entry, deciding on it anew");
+            if let Some((written, _)) = self.written.get_mut(cgroup) {
+                // Nothing that is decided is the same as this.
+                written.kind = u32::MAX;
+            }
+            let Some(uid) = self.views.get(cgroup).map(|view| view.uid) else { continue };
+            if let Some((id, policy, released)) = self.prepare(uid)? {
+                self.write(id, policy)?;
+                if let Some((set, exemptions)) = released {
+                    self.remove_set(set, &exemptions);
+                }
+            }
+        }
+        if !cgroups.is_empty() {
+            self.publish();
         }
         Ok(())
     }
@@ -217,7 +271,7 @@ impl Keeper {
 
     /// Decides on a pod and prepares its view and exemptions. The result is what is left to write: cgroup, entry,
     /// and the set that nobody uses any more then.
-    fn prepare(&mut self, uid: PodUid) -> Result<Option<(u64, PodPolicy, Option<u32>)>, BpfError> {
+    fn prepare(&mut self, uid: PodUid) -> Result<Option<Prepared>, BpfError> {
         let Some(entry) = self.registry.get(uid) else { return Ok(None) };
         let Some(PodCgroup { id, level }) = entry.cgroup.clone() else { return Ok(None) };
         let since_ns = self.maps.policy(id).map_or_else(monotonic_ns, |policy| policy.since_ns);
@@ -233,20 +287,37 @@ impl Keeper {
             self.publish();
             return Ok(None);
         };
-        let membership = recognise(facts, self.profiles.as_slice());
-        let view = view(uid, id, facts, entry, &membership);
-        let exemptions = desired::exemptions(&membership);
+        let (profiles, policy) = {
+            let now = self.policy.borrow();
+            (Arc::clone(&now.profiles), Arc::clone(&now.effective))
+        };
+        let membership = recognise(facts, profiles.as_slice());
+        let mut view = view(uid, id, facts, entry, &membership);
+        let choice = mode::choose(facts, &policy, view.unsupported);
+        let traffic = policy.traffic(&facts.namespace, facts.namespace_labels.as_ref());
+        let wishes = Wishes::new(traffic, &choice);
+        view.problems.extend(mode_problems(&choice));
+        (view.choice, view.traffic) = (Some(choice), Some(traffic));
+        let of_mesh = desired::exemptions(&membership);
+        let devices = devices::indices(facts, &of_mesh.devices);
+        let exemptions = KernelExemptions { of_mesh, devices };
         let held = self.written.get(&id).map(|(_, held)| held.clone());
         let (set, released) = if held.as_ref() == Some(&exemptions) {
             (self.written.get(&id).map_or(0, |(policy, _)| policy.exempt_set), None)
         } else {
             let (set, new) = self.sets.acquire(&exemptions);
             if new {
-                self.write_set(set, &exemptions)?;
+                self.write_set(set, &exemptions);
             }
-            (set, held.and_then(|held| self.sets.release(&held)))
+            let set = if self.unfit.contains(&set) { 0 } else { set };
+            (set, held.and_then(|held| Some((self.release_set(&held)?, held))))
         };
-        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, set, self.wishes);
+        let none = KernelExemptions::default();
+        let exempt = if set == 0 { (0, &none) } else { (set, &exemptions) };
+        if set == 0 && exemptions != none {
+            view.problems.push("no room in the kernel for its exemptions: nothing is exempt".to_owned());
+        }
+        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, exempt, wishes);
         let same_view = self.views.get(&id).is_some_and(|old| **old == view);
         let same_policy = self
             .written
@@ -255,21 +326,40 @@ impl Keeper {
         if same_view && same_policy {
             return Ok(None);
         }
+        let before = self.views.insert(id, Arc::new(view.clone()));
+        if same_policy && before.as_ref().is_some_and(|before| before.without_facts() == view.without_facts())
+        {
+            // News that changes nothing here, but for those who look at the facts.
+            self.publish();
+            return Ok(None);
+        }
         tracing::info!(
             namespace = %view.namespace, pod = %view.name, mesh = %view.mesh, kind = view.kind.label(),
-            reason = view.reason, cgroup = id, proxy_cgroup = view.proxy_cgroup, "pod classified"
+            reason = view.reason, cgroup = id, proxy_cgroup = view.proxy_cgroup,
+            mode = view.choice.as_ref().map_or("", |choice| choice.mode.label()), "pod classified"
         );
-        for problem in &view.problems {
-            tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "an annotation is malformed");
-        }
-        self.views.insert(id, Arc::new(view));
+        self.tell_problems(before.as_deref(), &view);
         self.written.insert(id, (policy, exemptions));
         Ok(Some((id, policy, released)))
     }
 
+    /// Says each problem once.
+    fn tell_problems(&mut self, before: Option<&PodView>, view: &PodView) {
+        let known = before.map_or(&[][..], |before| &before.problems);
+        for problem in view.problems.iter().filter(|problem| !known.contains(problem)) {
+            tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "an annotation is not taken as it is");
+        }
+        let refused = |view: &PodView| view.choice.as_ref().and_then(Choice::refused).cloned();
+        let news = refused(view);
+        if view.kind == PodKind::Meshed && news.is_some() && news != before.and_then(refused) {
+            self.state.overrides_refused += 1;
+            self.publish();
+        }
+    }
+
     /// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
     fn remembered_view(&self, uid: PodUid, id: u64) -> PodView {
-        let view = unknown_view(uid, id);
+        let view = PodView::unknown(uid, id);
         let (Some(policy), Some(name)) = (self.maps.policy(id), self.maps.name(id)) else { return view };
         let PodName { namespace, name, mesh } = name;
         PodView {
@@ -284,33 +374,55 @@ impl Keeper {
         }
     }
 
-    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<(), BpfError> {
+    /// Writes an entry, unless a newer one is there: false, and the next write goes beyond that.
+    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<bool, BpfError> {
+        if let Some(there) =
+            self.maps.policy(id).map(|there| there.revision).filter(|there| *there > self.revision)
+        {
+            self.revision = there;
+            return Ok(false);
+        }
         self.revision += 1;
         let policy = PodPolicy { revision: self.revision, ..policy };
         if let Err(error) = self.maps.set_policy(id, &policy) {
             self.count_without_entry(&error);
-            return Ok(());
+            return Ok(true);
         }
         if let Some(view) = self.views.get(&id)
             && let Err(error) = self.maps.set_name(id, &name(view))
         {
             tracing::warn!(%error, "cannot keep a pod's name for `nobypass status` without an agent");
         }
-        Ok(())
+        Ok(true)
     }
 
-    fn write_set(&mut self, set: u32, exemptions: &Exemptions) -> Result<(), BpfError> {
-        let Entries { ports, cidrs, ids } = entries(set, exemptions);
-        for (bits, key) in ports {
-            self.maps.add_exempt_port(bits, key)?;
+    /// Writes a set; whole or not at all, because half a list of what is redirected would exempt the other half.
+    fn write_set(&mut self, set: u32, exemptions: &KernelExemptions) {
+        let all = entries(set, exemptions);
+        if !is_fit(&all) {
+            tracing::error!(
+                set,
+                networks = all.cidrs.len(),
+                ports = all.ports.len(),
+                "a pod has more exemptions than one may have: nothing is exempt for it"
+            );
+            self.unfit.insert(set);
+        } else if let Err(error) = self.maps.add_exemptions(&all) {
+            tracing::error!(%error, set, "no room for a pod's exemptions: nothing is exempt for it");
+            self.unfit.insert(set);
+            self.remove_set(set, exemptions);
         }
-        for (bits, key) in cidrs {
-            self.maps.add_exempt_cidr(bits, key)?;
+    }
+
+    fn remove_set(&mut self, set: u32, exemptions: &KernelExemptions) {
+        if let Err(error) = self.maps.remove_exemptions(&entries(set, exemptions)) {
+            tracing::warn!(%error, set, "cannot remove exemptions that no pod uses");
         }
-        for key in ids {
-            self.maps.add_exempt_id(key)?;
-        }
-        Ok(())
+    }
+
+    fn release_set(&mut self, exemptions: &KernelExemptions) -> Option<u32> {
+        let set = self.sets.release(exemptions)?;
+        (!self.unfit.remove(&set)).then_some(set)
     }
 
     /// Sets of an earlier agent that no entry refers to.
@@ -350,9 +462,9 @@ impl Keeper {
             tracing::warn!(%error, "sums of pods that are gone will not outlive this agent");
         }
         if let Some((_, exemptions)) = self.written.remove(&id)
-            && let Some(set) = self.sets.release(&exemptions)
+            && let Some(set) = self.release_set(&exemptions)
         {
-            self.maps.remove_exempt_set(set)?;
+            self.remove_set(set, &exemptions);
         }
         Ok(())
     }
@@ -377,80 +489,4 @@ impl Keeper {
 /// Whether `path` lies below `parent`, component-wise.
 fn is_below(parent: &str, path: &str) -> bool {
     path.strip_prefix(parent).is_some_and(|rest| rest.starts_with('/'))
-}
-
-fn unknown_view(uid: PodUid, cgroup: u64) -> PodView {
-    PodView {
-        uid,
-        namespace: "".into(),
-        name: "".into(),
-        mesh: "".into(),
-        cgroup,
-        kind: PodKind::Unknown,
-        reason: "not_classified",
-        unsupported: false,
-        proxy: None,
-        proxy_cgroup: 0,
-        families: [false; 2],
-        problems: Vec::new(),
-        containers: Vec::new(),
-    }
-}
-
-fn view(uid: PodUid, cgroup: u64, facts: &PodFacts, entry: &Entry, membership: &Membership) -> PodView {
-    let (kind, reason) = desired::kind(membership);
-    let meshed = match membership {
-        Membership::Meshed(meshed) => Some(&**meshed),
-        Membership::NotMeshed { .. } | Membership::Exempt { .. } | Membership::Unsupported { .. } => None,
-    };
-    let mesh = match membership {
-        Membership::Unsupported { profile, .. } => profile.clone(),
-        _ => meshed.map_or_else(|| "".into(), |meshed| meshed.profile.clone()),
-    };
-    let proxy = meshed.and_then(|meshed| meshed.proxy_container);
-    let proxy_cgroup = proxy.and_then(|proxy| entry.containers.get(&proxy)).copied().unwrap_or(0);
-    let mut containers: Vec<(u64, Box<str>)> = facts
-        .containers
-        .iter()
-        .filter_map(|container| Some((*entry.containers.get(&container.id?)?, container.name.clone())))
-        .collect();
-    containers.sort();
-    let problem = |problem: &crate::mesh::Problem| format!("{}: {:?}", problem.annotation, problem.element);
-    PodView {
-        uid,
-        namespace: facts.namespace.clone(),
-        name: facts.name.clone(),
-        mesh,
-        cgroup,
-        kind,
-        reason,
-        unsupported: matches!(membership, Membership::Unsupported { .. }),
-        proxy,
-        proxy_cgroup,
-        families: meshed.map_or([false; 2], |meshed| [meshed.families.ipv4, meshed.families.ipv6]),
-        problems: meshed.map_or_else(Vec::new, |meshed| meshed.problems.iter().map(problem).collect()),
-        containers,
-    }
-}
-
-fn name(view: &PodView) -> PodName {
-    PodName {
-        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
-        name: padded::<NAME_MAX>(&view.name),
-        mesh: padded(&view.mesh),
-    }
-}
-
-fn padded<const N: usize>(text: &str) -> [u8; N] {
-    let mut bytes = [0; N];
-    for (byte, from) in bytes.iter_mut().zip(text.bytes()) {
-        *byte = from;
-    }
-    bytes
-}
-
-/// The text of a zero-padded field.
-pub fn text(bytes: &[u8]) -> String {
-    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
-    String::from_utf8_lossy(bytes.get(..end).unwrap_or_default()).into_owned()
 }

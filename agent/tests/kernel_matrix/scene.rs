@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use nobypass::bpf::Maps;
-use nobypass_common::abi::{POD_PROXY_UID, PodPolicy};
+use nobypass_common::abi::{POD_PROXY_UID, POD_TPROXY, PodPolicy};
 use nobypass_common::ids::{Counter, Mode, PodKind};
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
 use nobypass_testkit::netns::{FAR4, FAR6, PodNet, World, world_with_pod};
@@ -228,7 +228,7 @@ impl Scene {
         let proxy_uid = Ports::of(variant).uid;
         let policy = PodPolicy {
             kind: PodKind::Meshed.code(),
-            flags: POD_PROXY_UID,
+            flags: if variant == Variant::Tproxy { POD_PROXY_UID | POD_TPROXY } else { POD_PROXY_UID },
             proxy_cgroup: proxy.id().unwrap(),
             proxy_uid,
             ..known

@@ -66,6 +66,8 @@ impl Launch {
         without_settings(&mut command);
         // The CNI half has tests of its own; nothing here may look at the machine's own CNI directory.
         command.env("NOBYPASS_CNI_MODE", "off");
+        // Nor at the cluster that the tests may run in.
+        command.env("NOBYPASS_PODS", "cri");
         command.args(["agent", "--socket"]).arg(&socket);
         Self { command, socket, log: home.join("agent.log") }
     }

@@ -164,7 +164,11 @@ fn cases() -> Vec<Case> {
                 (RedirectProof, true, false),
             )
         },
-        case("TPROXY", Packet { mark: 1, ..lo(OUTSIDE) }, (RedirectProof, true, false)),
+        Case {
+            policy: flags(POD_TPROXY),
+            ..case("TPROXY", Packet { mark: 1, ..lo(OUTSIDE) }, (RedirectProof, true, false))
+        },
+        case("a mark of a mesh without TPROXY", Packet { mark: 1, ..lo(OUTSIDE) }, (Local, true, false)),
         Case {
             facts: origin(SynOrigin::Retry),
             ..case("a proof's retry", lo(LOCALHOST), (RedirectProof, false, false))
@@ -185,10 +189,14 @@ fn cases() -> Vec<Case> {
         Case { facts: asked(Some(LOCALHOST)), ..case("to localhost", lo(LOCALHOST), (Local, true, false)) },
         Case { facts: asked(Some(OWN)), ..case("to the pod's own address", lo(OWN), (Local, true, false)) },
         Case {
+            policy: flags(POD_TPROXY),
             facts: asked(Some(OWN)),
             ..case("to the own address, marked", Packet { mark: 1, ..lo(OWN) }, (Local, true, false))
         },
-        case("not marked, so not TPROXY", lo(OUTSIDE), (Local, true, false)),
+        Case {
+            policy: flags(POD_TPROXY),
+            ..case("not marked, so not TPROXY", lo(OUTSIDE), (Local, true, false))
+        },
         Case {
             facts: asked(Some(v4(127, 0, 0, 53))),
             ..case("a local service moved by NAT", lo(LOCALHOST), (Local, true, false))
@@ -389,6 +397,7 @@ fn inbound() {
     let arriving = Packet { addresses: Addresses { source: OUTSIDE, destination: OWN }, ..syn(ETH0, OWN) };
     let drop = PodPolicy { flags: meshed().flags | POD_INBOUND_DROP, ..meshed() };
     let no_container = PodPolicy { proxy_cgroup: 0, ..drop };
+    let elsewhere = PodPolicy { flags: POD_INBOUND_DROP | POD_PROXY_ELSEWHERE, ..no_container };
     let app = Known::default();
     let table = [
         ("to the proxy", drop, Known { container: PROXY, ..app.clone() }, Verdict::InboundOk, false),
@@ -396,7 +405,15 @@ fn inbound() {
         ("past the proxy, dropped by policy", drop, app.clone(), Verdict::InboundBypass, true),
         ("a kubelet probe", drop, Known { node_source: true, ..app.clone() }, Verdict::InboundOk, false),
         ("an exempt port", drop, Known { exempt: true, ..app.clone() }, Verdict::InboundOk, false),
-        ("the proxy's container unknown", no_container, app, Verdict::InboundOk, false),
+        ("the proxy's container unknown", no_container, app.clone(), Verdict::InboundOk, false),
+        ("no proxy in this pod", elsewhere, app.clone(), Verdict::InboundBypass, true),
+        (
+            "no proxy in this pod, a socket of the pod's own cgroup",
+            elsewhere,
+            Known { container: 0, ..app },
+            Verdict::InboundBypass,
+            true,
+        ),
     ];
     for (name, policy, facts, verdict, dropped) in table {
         let got = ingress(&arriving, &settings(Mode::Enforce), Pod::Known(&policy), &mut facts.clone());
@@ -417,7 +434,7 @@ fn cheap_rows_ask_for_nothing_dear() {
 }
 
 prop_compose! {
-    fn any_policy()(kind in 0u32..5, mode in 0u32..5, flags in 0u32..0x2000, proxy in prop_oneof![Just(0), Just(PROXY)],
+    fn any_policy()(kind in 0u32..5, mode in 0u32..5, flags in 0u32..0x10000, proxy in prop_oneof![Just(0), Just(PROXY)],
                     since_ns in 0u64..2000, mark in 0u32..4, mark_mask in 0u32..4) -> PodPolicy {
         PodPolicy { kind, mode, flags, level: POD_LEVEL, proxy_cgroup: proxy, since_ns, proxy_uid: 2102, mark,
                     mark_mask, ..PodPolicy::default() }

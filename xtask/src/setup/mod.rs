@@ -15,9 +15,11 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 
-pub use need::{BUILD, CLUSTER, KERNEL, LINT, NODE, Need, only_names};
+pub use apt::PrivateApt;
+pub use need::{BUILD, CLUSTER, FUZZ, KERNEL, LINT, NODE, Need, VM, only_names};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
+pub use toolchain::dir as cache_dir;
 
 use crate::exec::{find_program, in_ci, is_root};
 

@@ -18,6 +18,7 @@ pub enum Need {
     Clippy,
     Protoc,
     Cc,
+    Cxx,
     Containerd,
     Runc,
     CniPlugins,
@@ -29,6 +30,7 @@ pub enum Need {
     UtilLinux,
     Etcd,
     KubeApiserver,
+    Qemu,
 }
 
 /// How a need is met.
@@ -79,7 +81,8 @@ const fn row(need: Need, name: &'static str, what: &'static str, probe: Probe, s
 use Probe::{AnyFile, Programs, RustProgram, StaticProgram};
 use Source::{Component, Package};
 
-pub const TABLE: [Row; 17] = [
+pub const TABLE: &[Row] = &[
+    row(Need::Cxx, "g++", "compiles libFuzzer", Programs(&["c++"]), Package("g++")),
     row(Need::Cc, "gcc", "C compiler and linker", Programs(&["cc", "gcc"]), Package("gcc")),
     row(
         Need::Protoc,
@@ -157,12 +160,21 @@ pub const TABLE: [Row; 17] = [
         Probe::Go(&go::KUBE_APISERVER),
         Source::Go(&go::KUBE_APISERVER),
     ),
+    row(
+        Need::Qemu,
+        "qemu",
+        "runs other kernels",
+        Programs(&["qemu-system-x86_64"]),
+        Package("qemu-system-x86"),
+    ),
 ];
 
 /// For `cargo build` and everything that builds.
 pub const BUILD: &[Need] = &[Need::Cc, Need::Protoc, Need::RustSrc, Need::BpfLinker];
 /// Beside [`BUILD`]: for `cargo xtask lint`.
 pub const LINT: &[Need] = &[Need::Rustfmt, Need::Clippy];
+/// Beside [`BUILD`]: for `cargo xtask fuzz`.
+pub const FUZZ: &[Need] = &[Need::Cxx];
 /// Beside [`BUILD`]: network namespaces and redirect rules.
 pub const KERNEL: &[Need] =
     &[Need::UtilLinux, Need::Iproute2, Need::Iptables, Need::Nft, Need::Conntrack, Need::Busybox];
@@ -171,14 +183,19 @@ pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
 /// Beside [`BUILD`]: a real API server.
 pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
 
+/// Beside [`BUILD`] and [`KERNEL`]: other kernels.
+pub const VM: &[Need] = &[Need::Qemu];
+
 /// Which command needs what, for messages.
-const COMMANDS: [(&str, &[&[Need]]); 6] = [
+const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo build", &[BUILD]),
     ("cargo xtask lint", &[LINT]),
+    ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
     ("cargo xtask test --tier cluster", &[CLUSTER]),
     ("cargo xtask demo", &[KERNEL, NODE]),
+    ("cargo xtask vm", &[KERNEL, VM]),
 ];
 
 impl Row {
@@ -238,9 +255,8 @@ fn names_a_loader(head: &[u8]) -> bool {
 
 /// The row of a need.
 pub fn lookup(need: Need) -> &'static Row {
-    static TABLE_REF: &[Row] = &TABLE;
     // The test below shows that each need has its row.
-    TABLE_REF.iter().find(|row| row.need == need).unwrap_or(&TABLE_REF[0])
+    TABLE.iter().find(|row| row.need == need).unwrap_or(&TABLE[0])
 }
 
 /// What `--only` accepts: each row's name, and the two groups.
@@ -263,10 +279,10 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, KERNEL, NODE, CLUSTER].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, CLUSTER, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
-        for row in &TABLE {
+        for row in TABLE {
             assert!(!row.needed_by().is_empty(), "{} is needed by no command", row.name);
             assert_eq!(TABLE.iter().filter(|other| other.name == row.name).count(), 1, "{}", row.name);
         }

@@ -1,7 +1,8 @@
 use std::ops::Not;
 
-use super::{super::profile::Profiles, *};
-use crate::pods::model::{PodUid, Role, User};
+use super::{super::profiles::Profiles, *};
+use crate::pods::model::Sandbox;
+use crate::pods::model::{PodUid, User};
 
 const PROXY: &str = "linkerd-proxy";
 const MARKED: [(&str, &str); 2] =
@@ -24,15 +25,12 @@ impl Pod {
             cgroup_parent: None,
         };
         Self(PodFacts {
-            uid: PodUid::parse("72f9a42e-50d3-47ee-8ec7-0bccfb6ea7ae").expect("uid"),
-            static_pod_hash: None,
-            namespace: "default".into(),
-            name: "web".into(),
-            labels: [].into_iter().collect(),
-            annotations: [].into_iter().collect(),
             sandbox: Some(sandbox),
-            containers: Vec::new(),
-            containers_complete: false,
+            ..PodFacts::new(
+                PodUid::parse("72f9a42e-50d3-47ee-8ec7-0bccfb6ea7ae").expect("uid"),
+                "default",
+                "web",
+            )
         })
     }
 
@@ -58,14 +56,10 @@ impl Pod {
         let n = u8::try_from(self.0.containers.len()).expect("few");
         self.0.containers.push(Container {
             id: Some(id(n)),
-            name: name.into(),
-            role: Role::Unknown,
             state,
             exit_code,
-            pid: None,
-            user: None,
-            cgroup: None,
             created_at: i64::from(n),
+            ..Container::new(name)
         });
         self
     }
@@ -96,7 +90,7 @@ fn id(n: u8) -> ContainerId {
     ContainerId::parse(&format!("{n:064x}")).expect("id")
 }
 
-fn ports(text: &str) -> Vec<super::super::PortRange> {
+fn ports(text: &str) -> Vec<PortRange> {
     text.split(' ').filter(|part| part.is_empty().not()).map(|part| part.parse().expect("port")).collect()
 }
 
@@ -108,7 +102,6 @@ fn plain_pods_are_not_meshed() {
         Pod::new().annotations(&[("linkerd.io/created-by", "linkerd/helm")]),
         Pod::new().annotations(&[("linkerd.io/inject", "disabled")]),
         Pod::new().annotations(&[("linkerd.io/inject", "enabled")]),
-        Pod::new().labels(&[("linkerd.io/cni-resource", "true"), ("k8s-app", "linkerd-cni")]),
         Pod::new().annotations(&[("linkerd.io/proxy-version", "")]),
         Pod::new().with("not-linkerd-proxy", State::Running),
     ] {

@@ -1,6 +1,8 @@
 //! Where facts about pods come from, and how they arrive.
 
 pub mod cri;
+pub mod kube;
+pub mod metrics;
 
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@ use k8s_cri::v1::{
 use super::info::Info;
 use crate::pods::{
     ContainerId, PodUid,
-    model::{Container, KeyValues, Keys, PodFacts, Role, Sandbox, State},
+    model::{Container, KeyValues, Keys, KnownBy, PodFacts, Sandbox, State},
 };
 
 /// What the source knows, by the pod's UID.
@@ -132,33 +132,34 @@ fn facts(
         containers.iter().map(|(listed, id)| container(listed, *id, before)).collect();
     containers.sort_by_key(|container| (container.created_at, container.id));
     PodFacts {
-        uid,
         // The runtime knows a static pod by the same UID as its cgroup.
         static_pod_hash: uid.is_static().then_some(uid),
-        namespace: namespace.into(),
-        name: name.into(),
         labels: pairs(&listed.labels),
         annotations: pairs(&listed.annotations),
         sandbox: Some(sandbox),
         containers,
-        containers_complete: false,
+        known_by: KnownBy { runtime: true, api: false },
+        ..PodFacts::new(uid, namespace, name)
     }
 }
 
 fn container(listed: &CriContainer, id: ContainerId, before: Option<&PodFacts>) -> Container {
     let known = before.and_then(|before| before.containers.iter().find(|known| known.id == Some(id)));
     let state = state(listed.state);
+    let name = listed.metadata.as_ref().map(|metadata| metadata.name.as_str()).unwrap_or_default();
     Container {
         id: Some(id),
-        name: listed.metadata.as_ref().map(|metadata| metadata.name.as_str()).unwrap_or_default().into(),
-        role: Role::Unknown,
         state,
         exit_code: known.and_then(|known| known.exit_code),
+        restart_count: listed.metadata.as_ref().map_or(0, |metadata| metadata.attempt),
         // A process that has ended is nobody's.
         pid: known.and_then(|known| known.pid).filter(|_| state == State::Running),
         user: known.and_then(|known| known.user),
         cgroup: known.and_then(|known| known.cgroup.clone()),
+        args: known.map(|known| known.args.clone()).unwrap_or_default(),
+        env: known.map(|known| known.env.clone()).unwrap_or_default(),
         created_at: listed.created_at,
+        ..Container::new(name)
     }
 }
 
@@ -191,7 +192,7 @@ pub(super) fn open_details(pod: &PodFacts, names: &Keys) -> Vec<Detail> {
 /// Adds a sandbox's details to its pod.
 pub(super) fn add_sandbox(pod: &mut PodFacts, status: Option<&PodSandboxStatus>, info: Info) {
     let Some(sandbox) = &mut pod.sandbox else { return };
-    let Info { pid, netns, cgroup_parent, runtime_type, user: _, cgroup: _ } = info;
+    let Info { pid, netns, cgroup_parent, runtime_type, user: _, cgroup: _, args: _, env: _ } = info;
     let network = status
         .and_then(|status| status.linux.as_ref()?.namespaces.as_ref()?.options.as_ref())
         .map(|options| options.network == NamespaceMode::Node as i32);
@@ -221,7 +222,9 @@ pub(super) fn add_container(
         container.state = state(status.state);
         container.exit_code = (container.state == State::Exited).then_some(status.exit_code);
     }
-    if let Some(Info { pid, user, cgroup, netns: _, cgroup_parent: _, runtime_type: _ }) = info {
+    if let Some(Info { pid, user, cgroup, args, env, netns: _, cgroup_parent: _, runtime_type: _ }) = info {
+        container.args = args;
+        container.env = env;
         container.pid = pid.filter(|_| container.state == State::Running);
         container.user = user;
         container.cgroup = cgroup;

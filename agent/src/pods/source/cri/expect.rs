@@ -128,7 +128,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::pods::model::{Container, PodFacts, Role};
+    use crate::pods::model::{Container, PodFacts};
 
     fn uid() -> PodUid {
         PodUid::parse("72f9a42e-50d3-47ee-8ec7-0bccfb6ea7ae").expect("uid")
@@ -139,28 +139,8 @@ mod tests {
     }
 
     fn known(state: Option<State>) -> Known {
-        let containers = state.map(|state| Container {
-            id: Some(id()),
-            name: "c".into(),
-            role: Role::Unknown,
-            state,
-            exit_code: None,
-            pid: None,
-            user: None,
-            cgroup: None,
-            created_at: 0,
-        });
-        let pod = PodFacts {
-            uid: uid(),
-            static_pod_hash: None,
-            namespace: "n".into(),
-            name: "p".into(),
-            labels: [].into_iter().collect(),
-            annotations: [].into_iter().collect(),
-            sandbox: None,
-            containers: containers.into_iter().collect(),
-            containers_complete: false,
-        };
+        let containers = state.map(|state| Container { id: Some(id()), state, ..Container::new("c") });
+        let pod = PodFacts { containers: containers.into_iter().collect(), ..PodFacts::new(uid(), "n", "p") };
         Known::from([(uid(), Arc::new(pod))])
     }
 

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use serde::Deserialize;
 
-use crate::pods::model::User;
+use crate::pods::model::{KeyValues, Keys, MAX_ARGS, User};
 
 /// The part of `info` that is of use.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -21,6 +21,10 @@ pub(super) struct Info {
     pub(super) runtime_type: Option<Box<str>>,
     pub(super) user: Option<User>,
     pub(super) cgroup: Option<Box<str>>,
+    /// What the kubelet passed, without the image's command. CRI-O does not tell.
+    pub(super) args: Box<[Box<str>]>,
+    /// Those variables that are wanted.
+    pub(super) env: KeyValues,
 }
 
 #[derive(Deserialize, Default)]
@@ -36,6 +40,7 @@ struct Raw {
 #[serde(default)]
 struct Config {
     linux: Option<ConfigLinux>,
+    args: Option<Vec<Box<str>>>,
 }
 
 #[derive(Deserialize, Default)]
@@ -56,6 +61,8 @@ struct Spec {
 #[serde(default)]
 struct Process {
     user: Option<SpecUser>,
+    /// `NAME=value`
+    env: Option<Vec<Box<str>>>,
 }
 
 #[derive(Deserialize)]
@@ -92,20 +99,25 @@ struct Annotations {
 ///
 /// # Errors
 /// What is wrong with its JSON. A missing `info` is no error.
-pub(super) fn parse(info: &HashMap<String, String>) -> Result<Info, serde_json::Error> {
+pub(super) fn parse(info: &HashMap<String, String>, env: &Keys) -> Result<Info, serde_json::Error> {
     let Some(text) = info.get("info") else { return Ok(Info::default()) };
     let Raw { pid, runtime_type, runtime_spec, config } = serde_json::from_str(text)?;
     let Spec { process, linux, annotations } = runtime_spec.unwrap_or_default();
     let SpecLinux { namespaces, cgroups_path } = linux.unwrap_or_default();
+    let Process { user, env: variables } = process.unwrap_or_default();
+    let Config { linux: configured, args } = config.unwrap_or_default();
     let netns = namespaces.unwrap_or_default().into_iter().find(|namespace| &*namespace.r#type == "network");
-    let configured = config.and_then(|config| config.linux?.cgroup_parent);
+    let configured = configured.and_then(|linux| linux.cgroup_parent);
+    let variables = variables.unwrap_or_default();
     Ok(Info {
         pid: pid.and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid != 0),
         netns: netns.map(|netns| netns.path).filter(|path| !path.is_empty()),
         cgroup_parent: configured.or_else(|| annotations?.cgroup_parent).filter(|parent| !parent.is_empty()),
         runtime_type: runtime_type.filter(|name| !name.is_empty()),
-        user: process.and_then(|process| process.user).map(|SpecUser { uid, gid }| User { uid, gid }),
+        user: user.map(|SpecUser { uid, gid }| User { uid, gid }),
         cgroup: cgroups_path.filter(|path| !path.is_empty()),
+        args: args.unwrap_or_default().into_iter().take(MAX_ARGS).collect(),
+        env: KeyValues::filtered(variables.iter().filter_map(|variable| variable.split_once('=')), env),
     })
 }
 
@@ -116,7 +128,8 @@ mod tests {
     use super::*;
 
     fn info(value: &serde_json::Value) -> Info {
-        parse(&HashMap::from([("info".to_owned(), value.to_string())])).expect("valid")
+        let env = ["DISABLE_ENVOY", "ISTIO_META_*"].into_iter().collect();
+        parse(&HashMap::from([("info".to_owned(), value.to_string())]), &env).expect("valid")
     }
 
     #[test]
@@ -141,6 +154,7 @@ mod tests {
             runtime_type: Some("io.containerd.runc.v2".into()),
             user: Some(User { uid: 65535, gid: 65535 }),
             cgroup: Some("kubepods-pod1.slice:cri-containerd:ab".into()),
+            ..Info::default()
         };
         assert_eq!(got, want);
     }
@@ -166,8 +180,23 @@ mod tests {
     }
 
     #[test]
+    fn arguments_and_wanted_variables() {
+        let got = info(&json!({
+            "config": {"args": ["proxy", "sidecar"]},
+            "runtimeSpec": {"process": {
+                "args": ["/usr/local/bin/pilot-agent", "proxy", "sidecar"],
+                "env": ["PATH=/bin", "DISABLE_ENVOY=true", "ISTIO_META_DNS_CAPTURE=a=b", "ISTIO_META_EMPTY=", "odd"],
+            }},
+        }));
+        assert_eq!(&*got.args, ["proxy".into(), "sidecar".into()]);
+        let env = [("DISABLE_ENVOY", "true"), ("ISTIO_META_DNS_CAPTURE", "a=b"), ("ISTIO_META_EMPTY", "")];
+        assert_eq!(got.env.iter().collect::<Vec<_>>(), env);
+    }
+
+    #[test]
     fn missing_and_odd_values() {
-        assert_eq!(parse(&HashMap::new()).expect("no info"), Info::default());
+        let none = Keys::default();
+        assert_eq!(parse(&HashMap::new(), &none).expect("no info"), Info::default());
         for odd in [
             json!({}),
             json!({"pid": 0, "config": null, "runtimeSpec": null}),
@@ -176,6 +205,6 @@ mod tests {
         ] {
             assert_eq!(info(&odd), Info::default(), "{odd}");
         }
-        assert!(parse(&HashMap::from([("info".to_owned(), "{".to_owned())])).is_err());
+        assert!(parse(&HashMap::from([("info".to_owned(), "{".to_owned())]), &none).is_err());
     }
 }

@@ -16,9 +16,8 @@ mod round;
 mod tests;
 
 use std::{
-    hash::{BuildHasher, RandomState},
     path::PathBuf,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use tokio::{
@@ -34,7 +33,11 @@ use self::{
     round::Ended,
 };
 use super::{Nudge, PodUpdate};
-use crate::pods::model::Keys;
+use crate::backoff::Backoff;
+use crate::pods::model::Wanted;
+
+/// The first pause between two tries to connect.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
 /// How to reach the runtime, and what to keep of its answers.
 #[derive(Debug, Clone)]
@@ -43,10 +46,8 @@ pub struct CriOptions {
     pub endpoint: Option<PathBuf>,
     /// Where the host's file system is seen; the usual sockets are looked for below it.
     pub host_root: PathBuf,
-    /// The labels and annotations to keep.
-    pub keys: Keys,
-    /// The containers whose user and exit code are asked for.
-    pub container_names: Keys,
+    /// The facts to keep.
+    pub wanted: Wanted,
     /// Time between two regular rounds, give or take a fifth.
     pub resync: Duration,
     /// Least time from one round to the next one for a hint: a burst of hints is collected for so long.
@@ -60,14 +61,13 @@ pub struct CriOptions {
 }
 
 impl CriOptions {
-    /// The defaults, keeping `keys` and asking about `container_names`.
+    /// The defaults, keeping `wanted`.
     #[must_use]
-    pub fn new(keys: Keys, container_names: Keys) -> Self {
+    pub fn new(wanted: Wanted) -> Self {
         Self {
             endpoint: None,
             host_root: "/".into(),
-            keys,
-            container_names,
+            wanted,
             resync: Duration::from_secs(30),
             debounce: Duration::from_millis(10),
             list_deadline: Duration::from_secs(5),
@@ -96,6 +96,8 @@ pub struct CriState {
     pub pods: usize,
     /// Finished rounds.
     pub rounds: u64,
+    /// When the last round ended.
+    pub last_round_at: Option<SystemTime>,
     /// How long the last round took, sending included.
     pub last_round: Duration,
     /// Connections lost or not made.
@@ -117,6 +119,7 @@ impl CriState {
             synced: false,
             pods: 0,
             rounds: 0,
+            last_round_at: None,
             last_round: Duration::ZERO,
             failures: 0,
             details_failed: 0,
@@ -140,7 +143,7 @@ pub struct CriSource {
     known: Known,
     expected: Expectations,
     failed: round::Failed,
-    jitter: RandomState,
+    backoff: Backoff,
 }
 
 /// What woke a waiting source.
@@ -154,13 +157,14 @@ impl CriSource {
     #[must_use]
     pub fn new(options: CriOptions) -> (Self, watch::Receiver<CriState>) {
         let (state, receiver) = watch::channel(CriState::new());
+        let backoff = Backoff::new(FIRST_PAUSE, options.max_backoff);
         let source = Self {
             options,
             state,
             known: Known::new(),
             expected: Expectations::default(),
             failed: round::Failed::default(),
-            jitter: RandomState::new(),
+            backoff,
         };
         (source, receiver)
     }
@@ -168,18 +172,16 @@ impl CriSource {
     /// Sends what the runtime knows to `out` and keeps it up to date, whatever happens to the runtime. Ends only when
     /// nobody takes the updates any more. Without hints (`nudges` closed) it goes on at its own pace.
     pub async fn run(mut self, mut nudges: mpsc::Receiver<Nudge>, out: mpsc::Sender<PodUpdate>) {
-        let mut tries = 0_u32;
         loop {
             let error = match self.connect().await {
-                Ok(runtime) => match self.serve(&runtime, &mut nudges, &out, &mut tries).await {
+                Ok(runtime) => match self.serve(&runtime, &mut nudges, &out).await {
                     Ended::Closed => return,
                     Ended::Failed(error) => error,
                 },
                 Err(error) => error,
             };
-            self.lost(&error, tries);
-            let pause = self.backoff(tries);
-            tries = tries.saturating_add(1);
+            self.lost(&error, self.backoff.tries());
+            let pause = self.backoff.pause();
             if let Woken::Closed = self.wait(Instant::now() + pause, None, &mut nudges, &out).await {
                 return;
             }
@@ -198,7 +200,6 @@ impl CriSource {
         runtime: &Runtime,
         nudges: &mut mpsc::Receiver<Nudge>,
         out: &mpsc::Sender<PodUpdate>,
-        tries: &mut u32,
     ) -> Ended {
         self.failed = round::Failed::default();
         let mut synced = false;
@@ -207,7 +208,7 @@ impl CriSource {
                 return ended;
             }
             self.connected(runtime);
-            *tries = 0;
+            self.backoff.reset();
             if !synced {
                 if out.send(PodUpdate::Synced).await.is_err() {
                     return Ended::Closed;
@@ -216,7 +217,7 @@ impl CriSource {
                 synced = true;
             }
             let now = Instant::now();
-            let regular = now + self.about(self.options.resync);
+            let regular = now + self.backoff.about(self.options.resync);
             let next = [self.expected.settle(&self.known, now), self.failed.next_try()];
             let next = next.into_iter().flatten().fold(regular, Instant::min);
             if let Woken::Closed = self.wait(next, Some(now + self.options.debounce), nudges, out).await {
@@ -268,17 +269,5 @@ impl CriSource {
             state.failures = state.failures.saturating_add(1);
             state.last_error = Some(error.to_string());
         });
-    }
-
-    fn backoff(&self, tries: u32) -> Duration {
-        let pause = Duration::from_millis(100).saturating_mul(1 << tries.min(10));
-        self.about(pause.min(self.options.max_backoff))
-    }
-
-    /// `period`, give or take a fifth, so that the nodes of a cluster do not move in step.
-    fn about(&self, period: Duration) -> Duration {
-        let random = self.jitter.hash_one(Instant::now()) % 401;
-        let factor = u32::try_from(800 + random).unwrap_or(1000);
-        period.saturating_mul(factor) / 1000
     }
 }

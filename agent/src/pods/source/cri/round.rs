@@ -3,7 +3,7 @@
 use std::{
     collections::{HashMap, HashSet},
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use k8s_cri::v1::{ContainerStatusResponse, PodSandboxStatusResponse};
@@ -16,7 +16,10 @@ use super::{
     expect::Expected,
     info,
 };
-use crate::pods::{ContainerId, PodUid, model::PodFacts};
+use crate::pods::{
+    ContainerId, PodUid,
+    model::{Keys, PodFacts},
+};
 
 /// So many details are asked for at a time.
 const PARALLEL: usize = 8;
@@ -89,7 +92,7 @@ impl CriSource {
         let started = Instant::now();
         let sandboxes = runtime.sandboxes().await?;
         let containers = runtime.containers().await?;
-        let all = assemble(&sandboxes, &containers, &self.known, &self.options.keys);
+        let all = assemble(&sandboxes, &containers, &self.known, &self.options.wanted.keys);
         drop((sandboxes, containers));
         for id in &all.orphans {
             self.expected.add(Expected::Container(*id), started);
@@ -103,7 +106,7 @@ impl CriSource {
         let mut details = Vec::new();
         let mut all_wanted = HashSet::new();
         for (uid, pod) in all.pods {
-            let mut wanted = open_details(&pod, &self.options.container_names);
+            let mut wanted = open_details(&pod, &self.options.wanted.containers);
             all_wanted.extend(wanted.iter().map(|detail| detail.id()));
             wanted.retain(|detail| self.failed.is_due(detail.id(), started));
             if wanted.is_empty() {
@@ -124,6 +127,7 @@ impl CriSource {
             state.pods = pods;
             state.skipped = skipped;
             state.rounds = state.rounds.saturating_add(1);
+            state.last_round_at = Some(SystemTime::now());
             state.last_round = started.elapsed();
         });
         Ok(())
@@ -175,7 +179,7 @@ impl CriSource {
                 Ok(answer) => {
                     self.failed.0.remove(&detail.id());
                     if let Some(pod) = pods.get_mut(&uid)
-                        && !add(pod, detail, &answer)
+                        && !add(pod, detail, &answer, &self.options.wanted.env)
                     {
                         self.details_failed(detail, now);
                     }
@@ -208,9 +212,9 @@ async fn ask(runtime: &Runtime, detail: Detail) -> Result<Answer, CriError> {
 }
 
 /// Adds an answer to its pod. Returns whether it said all that was asked.
-fn add(pod: &mut PodFacts, detail: Detail, answer: &Answer) -> bool {
+fn add(pod: &mut PodFacts, detail: Detail, answer: &Answer, env: &Keys) -> bool {
     let read = |info: &HashMap<String, String>| {
-        info::parse(info)
+        info::parse(info, env)
             .inspect_err(
                 |error| tracing::debug!(%error, "details from the container runtime are not understood"),
             )

@@ -38,10 +38,11 @@ impl Harness {
         let socket = dir.path().join("cri.sock");
         let mut fake = Fake::start(&socket);
         prepare(&mut fake);
-        let mut options = CriOptions::new(
-            ["linkerd.io/*"].into_iter().collect(),
-            ["linkerd-proxy", "linkerd-init"].into_iter().collect(),
-        );
+        let mut options = CriOptions::new(Wanted {
+            keys: ["linkerd.io/*"].into_iter().collect(),
+            containers: ["linkerd-proxy", "linkerd-init"].into_iter().collect(),
+            ..Wanted::default()
+        });
         options.endpoint = Some(socket);
         // No regular round helps a test by chance.
         options.resync = Duration::from_secs(3600);
@@ -350,10 +351,8 @@ async fn a_runtime_without_cri_is_an_error_that_says_so() {
 #[tokio::test]
 async fn without_any_socket_the_error_names_the_places_and_the_flag() {
     let dir = tempfile::tempdir().expect("tempdir");
-    let (source, mut state) = CriSource::new(CriOptions {
-        host_root: dir.path().into(),
-        ..CriOptions::new(Keys::default(), Keys::default())
-    });
+    let (source, mut state) =
+        CriSource::new(CriOptions { host_root: dir.path().into(), ..CriOptions::new(Wanted::default()) });
     let (_nudges, nudged) = mpsc::channel(1);
     let (out, updates) = mpsc::channel(1);
     let task = tokio::spawn(source.run(nudged, out));
