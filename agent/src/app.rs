@@ -310,8 +310,14 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let mut registry =
-            metrics::registry(&dir, snapshots.clone(), Arc::clone(&health), self.cni_metrics.as_ref())?;
+        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
+        let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
+            return Ok(());
+        };
+        let _ = context.tracker.set(handle);
+        let sources =
+            metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
+        let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -334,8 +340,6 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
-        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
-        let _ = context.tracker.set(handle);
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
             tracker.run(pods, reports).await;
