@@ -90,7 +90,7 @@ fn id(n: u8) -> ContainerId {
     ContainerId::parse(&format!("{n:064x}")).expect("id")
 }
 
-fn ports(text: &str) -> Vec<super::super::PortRange> {
+fn ports(text: &str) -> Vec<PortRange> {
     text.split(' ').filter(|part| part.is_empty().not()).map(|part| part.parse().expect("port")).collect()
 }
 
