@@ -1,6 +1,6 @@
 //! What an agent with nothing to do takes, with and without pods: `cargo bench -p nobypass --features kernel-tests --bench
-//! agent_memory`, as root. The pods are cgroups without processes, unknown to any runtime. After `--`: `--pods <n>`,
-//! `--seconds <n>`.
+//! agent_memory`, as root. The pods are cgroups without processes, unknown to any runtime; an API server knows them, and
+//! 5,000 on other nodes. After `--`: `--pods <n>`, `--seconds <n>`.
 
 #![expect(
     clippy::unwrap_used,
@@ -22,6 +22,7 @@ use std::fs;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use nobypass_testkit::apiserver::{ApiServer, Pod as Object};
 use nobypass_testkit::cgroup::{Pod, Qos};
 use nobypass_testkit::wait;
 use support::agent::Agent;
@@ -31,6 +32,9 @@ use support::machine::Machine;
 const PROMISE: (u64, f64) = (25_000, 2.0);
 /// `USER_HZ`, 100 on every architecture: the unit of times in proc_pid_stat(5).
 const TICK_MS: u64 = 10;
+/// Pods of other nodes.
+const ELSEWHERE: u64 = 5_000;
+const NODE: &str = "n1";
 
 /// A line of `/proc/<pid>/status`, kB.
 fn status(pid: u32, key: &str) -> u64 {
@@ -68,25 +72,61 @@ fn number(name: &str, default: u64) -> u64 {
 fn main() -> ExitCode {
     let (pods, seconds) = (number("--pods", 250), number("--seconds", 20));
     let machine = Machine::new();
-    let agent = machine.launch().start().attached();
+    let server = ApiServer::start().unwrap();
+    let kubeconfig = machine.home.path().join("kubeconfig");
+    server.write_kubeconfig(&kubeconfig).unwrap();
+    for n in 0..ELSEWHERE {
+        server.create(Object::new("elsewhere", &format!("p{n}")).node("another").build()).unwrap();
+    }
+    let kubeconfig = kubeconfig.display().to_string();
+    let api = ["--pods", "both", "--node-name", NODE, "--kubeconfig", &kubeconfig];
+    let agent = machine.launch().args(api).start().attached();
     let maps = machine.maps();
     let mut kept = report(&agent, 0, seconds);
-    let made: Vec<Pod> = (0..pods).map(|n| pod(&machine, n)).collect();
+    let made: Vec<Pod> = (0..pods)
+        .map(|n| {
+            server.create(object(n)).unwrap();
+            pod(&machine, n)
+        })
+        .collect();
     wait::until("all pods' entries", wait::HANG, || {
         made.iter().all(|pod| maps.policy(pod.id().unwrap()).is_some()).then_some(())
     })
     .unwrap();
     agent.until("all pods in its list", |agent| {
-        let listed = agent.status()["pods"].as_array().map_or(0, Vec::len);
-        (listed >= made.len()).then_some(())
+        let status = agent.status();
+        let known = status["pods"].as_array()?.iter().filter(|pod| pod["kind"] == "meshed").count();
+        (known >= made.len()).then_some(())
     });
     kept &= report(&agent, made.len(), seconds);
     println!("promised: resident ≤ {} kB, CPU ≤ {} ms a second", PROMISE.0, PROMISE.1);
     if kept { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+fn uid(n: u64) -> String {
+    format!("2c48913c-b29f-11e7-9350-{n:012}")
+}
+
+/// A meshed pod as large as they are in life: some 15 kB of JSON.
+fn object(n: u64) -> serde_json::Value {
+    let mut pod = Object::new("shop", &format!("web-{n}"))
+        .node(NODE)
+        .uid(&uid(n))
+        .annotation("linkerd.io/proxy-version", "edge-26.8.1")
+        .annotation("linkerd.io/trust-root-sha256", &"ab".repeat(32))
+        .annotation("config.linkerd.io/skip-outbound-ports", "25,587,3306,4444,5432,6379,9300,11211")
+        .annotation("kubectl.kubernetes.io/last-applied-configuration", &"{\"kind\":\"Pod\"}".repeat(200))
+        .init_container("linkerd-network-validator", "l:1", false)
+        .container("linkerd-proxy", "l:1")
+        .running("linkerd-proxy", &format!("containerd://{n:064x}"));
+    for k in 0..60 {
+        pod = pod.annotation(&format!("example.com/noise-{k}"), &"x".repeat(100));
+    }
+    pod.build()
+}
+
 fn pod(machine: &Machine, n: u64) -> Pod {
-    let pod = machine.scratch.pod(Qos::Burstable, &format!("2c48913c-b29f-11e7-9350-{n:012}")).unwrap();
+    let pod = machine.scratch.pod(Qos::Burstable, &uid(n)).unwrap();
     pod.container(&format!("{n:064x}")).unwrap();
     pod
 }

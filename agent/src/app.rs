@@ -6,21 +6,20 @@
 mod follow;
 mod keep;
 pub mod pods;
+mod policy;
 
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use nobypass_common::abi::{CONFIG_INBOUND, CONFIG_JUDGE_NON_TCP, Config as KernelConfig};
-use nobypass_common::ids::{Mode, UnknownPolicy};
-use tokio::net::{TcpListener, UnixListener};
+use nobypass_common::abi::Config as KernelConfig;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 
 use self::follow::{ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs};
 use self::keep::{follow_parents, keep_alive, show_hooks};
+use self::policy::{follow_policy, kept_keys};
 use crate::bpf::events::Ring;
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Kernel, Maps, Options, Parent, selftest};
@@ -29,23 +28,22 @@ use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
 use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
 use crate::cni;
-use crate::config::{Config, InboundFlag, NonTcpFlag};
+use crate::config::Config;
+use crate::detect;
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
+use crate::pods::model::{Keys, Wanted};
 use crate::pods::source::PodUpdate;
 use crate::pods::source::cri::endpoint;
-use crate::policy::Keeper;
-use crate::policy::desired::Wishes;
-use crate::server::{Context, Health, SetMode, SocketFile, bind_socket, serve};
+use crate::policy::reload::{Loader, PolicyError};
+use crate::policy::{Effective, Keeper, PolicyState};
+use crate::server::listen::{ListenError, listen};
+use crate::server::{Context, Health, serve};
 use crate::sys::mount::{has_tracefs, private_tracefs};
 use crate::telemetry::{self, BadFilter};
 
 /// How often missing pod cgroups are looked for.
 const WAIT: Duration = Duration::from_secs(1);
-/// How often, and how long, a socket in use is waited for.
-const SOCKET_TRIES: u32 = 10;
-/// See [`SOCKET_TRIES`].
-const SOCKET_PAUSE: Duration = Duration::from_millis(50);
 /// How long the CNI half may take to finish what is under way; a pod gets 30 s to end.
 const CNI_END: Duration = Duration::from_secs(20);
 /// Cgroup events on their way to the keeper.
@@ -69,6 +67,9 @@ pub enum AppError {
     #[error(transparent)]
     Profiles(#[from] ProfileError),
     /// See the kind.
+    #[error("--policy: {0}")]
+    Policy(#[from] PolicyError),
+    /// See the kind.
     #[error("--log: {0}")]
     Log(#[from] BadFilter),
     /// See the kind.
@@ -81,8 +82,8 @@ pub enum AppError {
     #[error(transparent)]
     Pods(#[from] pods::PodsError),
     /// Binding an address or socket failed.
-    #[error("cannot listen on {at}: {source}; {remedy}")]
-    Listen { at: String, source: std::io::Error, remedy: &'static str },
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// The runtime or a signal handler could not be set up.
     #[error("cannot {what}: {source}")]
     System { what: &'static str, source: std::io::Error },
@@ -98,11 +99,14 @@ impl AppError {
             Self::Bpf(error) => error.exit(),
             Self::Pods(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
-            Self::Cni(_) | Self::Parent(_) | Self::Profiles(_) | Self::Log(_) | Self::Endpoint(_) => {
-                Exit::Usage
-            }
-            Self::Listen { source, .. } if source.kind() == ErrorKind::PermissionDenied => Exit::NoPermission,
-            Self::Listen { .. } | Self::System { .. } | Self::Task { .. } => Exit::Failed,
+            Self::Cni(_)
+            | Self::Parent(_)
+            | Self::Profiles(_)
+            | Self::Policy(_)
+            | Self::Log(_)
+            | Self::Endpoint(_) => Exit::Usage,
+            Self::Listen(error) => error.exit(),
+            Self::System { .. } | Self::Task { .. } => Exit::Failed,
         }
     }
 }
@@ -118,6 +122,8 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         Some(path) => Profiles::load(path)?,
         None => Profiles::built_in(),
     };
+    let loader = Loader::start(config, profiles)?;
+    tracing::info!(policy = ?loader.state().effective, file = ?config.policy, "policy");
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
     let plan = pods::plan(config)?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
@@ -136,16 +142,15 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         .build()
         .map_err(|source| AppError::System { what: "start the runtime", source })?;
     let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
+    let desk = cni.as_ref().map(|settings| settings.desk.clone());
     runtime.block_on(async {
         let cluster = pods::connect(&plan, config).await?;
-        let profiles = Arc::new(profiles);
-        Agent { config, profiles, endpoint, plan, cluster, root, level, cni_metrics }.run(cni).await
+        Agent { config, endpoint, plan, cluster, root, level, cni_metrics, desk }.run(cni, loader).await
     })
 }
 
 struct Agent<'a> {
     config: &'a Config,
-    profiles: Arc<Profiles>,
     endpoint: Option<PathBuf>,
     plan: pods::Plan,
     /// The API server, where there is one.
@@ -154,6 +159,8 @@ struct Agent<'a> {
     level: telemetry::LevelHandle,
     /// What the CNI half counts, if it runs.
     cni_metrics: Option<cni::metrics::Metrics>,
+    /// Where it shows its state.
+    desk: Option<cni::desk::Desk>,
 }
 
 /// How a task ended: its name, and its error if it was one.
@@ -161,7 +168,7 @@ type Ended = (&'static str, Result<(), String>);
 
 impl Agent<'_> {
     /// The CNI half starts first, since it needs nothing else, and ends last: what is under way is finished.
-    async fn run(self, cni: Option<cni::run::Settings>) -> Result<(), AppError> {
+    async fn run(self, cni: Option<cni::run::Settings>, loader: Loader) -> Result<(), AppError> {
         let (stop, stopping) = watch::channel(false);
         let metrics = self.cni_metrics.clone().unwrap_or_default();
         let mut half = cni.map(|mut settings| {
@@ -175,7 +182,7 @@ impl Agent<'_> {
             }
         };
         let ended = tokio::select! {
-            ended = self.work() => ended,
+            ended = self.work(loader) => ended,
             ended = half_ends => return Err(match ended {
                 Ok(Err(cni::run::RunError::Contract(error))) => AppError::Cni(error),
                 Ok(Err(error)) => AppError::Task { task: "cni", why: format!(": {error}") },
@@ -192,7 +199,7 @@ impl Agent<'_> {
         ended
     }
 
-    async fn work(&self) -> Result<(), AppError> {
+    async fn work(&self, loader: Loader) -> Result<(), AppError> {
         let stop = stop_signal()?;
         tokio::pin!(stop);
         let mut tasks: JoinSet<Ended> = JoinSet::new();
@@ -208,18 +215,32 @@ impl Agent<'_> {
             maps: OnceLock::new(),
             snapshots: OnceLock::new(),
             reports,
+            tracker: OnceLock::new(),
+            policy: OnceLock::new(),
             set_mode,
             level: self.level.clone(),
+            cni: self.desk.clone(),
         });
         // Goes when this function ends, however it ends.
-        let _socket = self.listen(&mut tasks, &context).await?;
+        let config = self.config;
+        let (tcp, unix, _socket) = listen(config.metrics_addr, Some(&config.socket)).await?;
+        let serving = Arc::clone(&context);
+        tasks.spawn(
+            async move { ("server", serve(tcp, unix, serving).await.map_err(|error| error.to_string())) },
+        );
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
         };
         health.done("pod-cgroups");
-        let parts = self.start(&parents, &context).await?;
-        self.spawn(&mut tasks, parts, parents, mode_changes, &context)?;
+        let (told, policy) = watch::channel(loader.state().clone());
+        let _ = context.policy.set(policy.clone());
+        let parts = self.start(&parents, &context, policy).await?;
+        let keys = kept_keys(loader.state());
+        let (apply, changes) = mpsc::channel(1);
+        let health = Arc::clone(&context.health);
+        tasks.spawn(follow_policy(loader, told, keys.clone(), mode_changes, apply, health));
+        self.spawn(&mut tasks, parts, parents, (keys, changes), &context)?;
         tokio::select! {
             () = &mut stop => {
                 tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
@@ -233,54 +254,17 @@ impl Agent<'_> {
         }
     }
 
-    async fn listen(
-        &self,
-        tasks: &mut JoinSet<Ended>,
-        context: &Arc<Context>,
-    ) -> Result<SocketFile, AppError> {
-        let socket = &self.config.socket;
-        let (unix, file) = bind_patiently(socket).await.map_err(|source| AppError::Listen {
-            at: socket.display().to_string(),
-            remedy: match source.kind() {
-                ErrorKind::AddrInUse => {
-                    "another agent answers on it: stop it, or give this one another --socket"
-                }
-                ErrorKind::AlreadyExists => "it is not a socket: remove it, or give another --socket",
-                ErrorKind::PermissionDenied => "run as root, or give another --socket",
-                _ => "give another --socket",
-            },
-            source,
-        })?;
-        let tcp = match self.config.metrics_addr.0 {
-            None => None,
-            Some(address) => Some(TcpListener::bind(address).await.map_err(|source| AppError::Listen {
-                at: address.to_string(),
-                remedy: match source.kind() {
-                    ErrorKind::AddrInUse => {
-                        "another process has the port: stop it, or give another --metrics-addr (or none)"
-                    }
-                    _ => "give another --metrics-addr (or none)",
-                },
-                source,
-            })?),
-        };
-        let context = Arc::clone(context);
-        tasks.spawn(
-            async move { ("server", serve(tcp, unix, context).await.map_err(|error| error.to_string())) },
-        );
-        Ok(file)
-    }
-
     /// Loads and attaches, proves the effect, opens what the server reads.
     async fn start(
         &self,
         parents: &[PodParent],
         context: &Context,
+        policy: watch::Receiver<PolicyState>,
     ) -> Result<(Kernel, Keeper, Option<ProgramLog>), AppError> {
         let options = Options {
             dir: self.config.bpf_dir.clone(),
             max_pods: self.config.max_pods,
-            config: kernel_config(self.config),
+            config: kernel_config(&policy.borrow().effective),
         };
         let places = parents.to_vec();
         let parents: Vec<Parent> = parents.iter().map(parent).collect();
@@ -291,11 +275,10 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         tracing::info!(
             parents = ?parents.iter().map(|parent| &parent.below_root).collect::<Vec<_>>(),
-            adopted = kernel.adopted(), mode = ?self.config.mode, "attached"
+            adopted = kernel.adopted(), mode = ?policy.borrow().effective.mode, "attached"
         );
         // Entries of pods that died while no agent ran must not leave the canary without room.
-        let (mut keeper, snapshots) =
-            Keeper::new(Maps::open(&dir)?, places, Arc::clone(&self.profiles), wishes(self.config));
+        let (mut keeper, snapshots) = Keeper::new(Maps::open(&dir)?, places, policy);
         keeper.rescan()?;
         let _ = context.snapshots.set(snapshots);
         let mut maps = Maps::open(&dir)?;
@@ -321,7 +304,7 @@ impl Agent<'_> {
         tasks: &mut JoinSet<Ended>,
         (kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
-        mode_changes: mpsc::Receiver<SetMode>,
+        (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
@@ -339,7 +322,7 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let wanted = self.profiles.wanted();
+        let wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
         let (client, endpoint) = (self.cluster.as_ref(), self.endpoint.as_ref());
         let states = pods::spawn(tasks, &self.plan, client, endpoint, &wanted, nudges, updates);
         registry.register_collector(Box::new(states.clone()));
@@ -351,49 +334,26 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
+        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
+        let _ = context.tracker.set(handle);
+        let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
+        tasks.spawn(async move {
+            tracker.run(pods, reports).await;
+            ("verdicts", Ok(()))
+        });
         let events = Ring::open(&dir, "EVENTS")?;
         tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
-        tasks.spawn(keep_alive(kernel, parents.clone(), mode_changes, health));
+        tasks.spawn(keep_alive(kernel, parents.clone(), changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())
     }
 }
 
-/// As [`bind_socket`], waiting a moment for a socket that answers: an agent that was just killed may have a child that
-/// has not run its program yet and holds the socket until then.
-async fn bind_patiently(path: &Path) -> std::io::Result<(UnixListener, SocketFile)> {
-    for _ in 0..SOCKET_TRIES {
-        match bind_socket(path) {
-            Err(error) if error.kind() == ErrorKind::AddrInUse => {}
-            other => return other,
-        }
-        tokio::time::sleep(SOCKET_PAUSE).await;
-    }
-    bind_socket(path)
-}
-
 /// The programs' settings, but for the parents.
-fn kernel_config(config: &Config) -> KernelConfig {
-    let mut flags = 0;
-    if config.non_tcp != NonTcpFlag::Ignore || config.quic != NonTcpFlag::Ignore {
-        flags |= CONFIG_JUDGE_NON_TCP;
-    }
-    if config.inbound == InboundFlag::Audit {
-        flags |= CONFIG_INBOUND;
-    }
-    KernelConfig {
-        mode: Mode::from(config.mode).code(),
-        unknown_policy: UnknownPolicy::from(config.unknown_pods).code(),
-        flags,
-        hold_ns: u64::from(config.hold_ms) * 1_000_000,
-        event_rate: config.event_rate,
-        event_burst: config.event_rate.saturating_mul(3),
-        ..KernelConfig::default()
-    }
-}
-
-fn wishes(config: &Config) -> Wishes {
-    Wishes { drop_non_tcp: config.non_tcp == NonTcpFlag::Drop, drop_quic: config.quic == NonTcpFlag::Drop }
+fn kernel_config(policy: &Effective) -> KernelConfig {
+    let mut config = KernelConfig::default();
+    policy.kernel(&mut config);
+    config
 }
 
 /// What the kernel half needs to know of a parent.

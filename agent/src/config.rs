@@ -79,12 +79,14 @@ pub enum InboundFlag {
     Off,
     /// Counted and reported
     Audit,
+    /// Counted and reported, and dropped where the mode is enforce
+    Enforce,
 }
 
 /// Arguments of `nobypass agent`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Config {
-    /// What happens to a bypass; `nobypass mode` changes it while the agent runs
+    /// What happens to a bypass, unless --policy says; `nobypass mode` changes it while the agent runs
     #[arg(long, env = "NOBYPASS_MODE", value_enum, default_value = "audit")]
     pub mode: ModeFlag,
     /// What happens to connections of pods that nobody has classified yet
@@ -102,6 +104,10 @@ pub struct Config {
     /// Connections that reach a meshed pod's application past its proxy
     #[arg(long, env = "NOBYPASS_INBOUND", value_enum, default_value = "audit")]
     pub inbound: InboundFlag,
+    /// File with what may change while the agent runs (see deploy/policy.example.yaml); read again when it changes.
+    /// Where it says nothing, these flags hold
+    #[arg(long, env = "NOBYPASS_POLICY", value_name = "FILE")]
+    pub policy: Option<PathBuf>,
     /// Where facts about pods come from
     #[arg(long, env = "NOBYPASS_PODS", value_enum, default_value = "auto")]
     pub pods: PodsFlag,
@@ -166,7 +172,8 @@ fn node_name(text: &str) -> Result<String, String> {
     }
 }
 
-fn address(text: &str) -> Result<Address, String> {
+/// Reads `HOST:PORT` or `none`.
+pub(crate) fn address(text: &str) -> Result<Address, String> {
     if text == "none" {
         return Ok(Address(None));
     }

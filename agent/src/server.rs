@@ -1,10 +1,9 @@
 //! HTTP: `/livez /readyz /metrics` on a port, and those with the command line's routes on a Unix socket.
 
+pub mod listen;
+
 use std::collections::BTreeMap;
-use std::fs::{self, DirBuilder, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -14,19 +13,25 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use axum::{Json, Router};
-use nobypass_common::ids::Mode;
+use nobypass_common::ids::{Mode, PodKind};
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::bpf::Maps;
+use crate::cni::desk::Desk;
+use crate::detect;
 use crate::detect::report::Report;
-use crate::policy::Snapshot;
+use crate::policy::effective::Source;
+use crate::policy::{PodView, PolicyState, Snapshot};
 use crate::status::{self, HookStatus};
 use crate::telemetry::LevelHandle;
 
 /// Default of `--socket`.
 pub const DEFAULT_SOCKET: &str = "/run/nobypass/agent.sock";
+
+/// In place of a mode: what was set by hand ends.
+pub const BY_POLICY: &str = "policy";
 
 /// Labels of [`Channel`], in its order.
 const CHANNELS: [&str; 2] = ["events", "cgroups"];
@@ -44,7 +49,7 @@ pub enum Channel {
 #[derive(Debug, Default)]
 pub struct Health {
     pending: Mutex<BTreeMap<&'static str, String>>,
-    mentions: Mutex<BTreeMap<&'static str, String>>,
+    notes: Mutex<BTreeMap<&'static str, String>>,
     hooks: Mutex<Vec<HookStatus>>,
     dropped: [AtomicU64; CHANNELS.len()],
 }
@@ -66,20 +71,20 @@ impl Health {
         pending.iter().map(|(what, why)| format!("{what}: {why}")).collect()
     }
 
-    /// Something is not as it should be, and nothing waits for it.
-    pub fn mention(&self, what: &'static str, why: impl Into<String>) {
-        self.mentions.lock().unwrap_or_else(PoisonError::into_inner).insert(what, why.into());
+    /// Something is to be known that keeps nobody from working.
+    pub fn note(&self, what: &'static str, text: impl Into<String>) {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).insert(what, text.into());
     }
 
-    /// It is as it should be again.
-    pub fn forget(&self, what: &'static str) {
-        self.mentions.lock().unwrap_or_else(PoisonError::into_inner).remove(what);
+    /// It is over.
+    pub fn note_done(&self, what: &'static str) {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).remove(what);
     }
 
-    /// What is mentioned.
-    pub fn mentions(&self) -> Vec<String> {
-        let mentions = self.mentions.lock().unwrap_or_else(PoisonError::into_inner);
-        mentions.iter().map(|(what, why)| format!("{what}: {why}")).collect()
+    /// What is to be known.
+    pub fn notes(&self) -> Vec<String> {
+        let notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.iter().map(|(what, text)| format!("{what}: {text}")).collect()
     }
 
     /// Sets the hooks' state.
@@ -116,11 +121,11 @@ impl Health {
     }
 }
 
-/// A change that the one writer of the settings shall make.
+/// The node's mode, set by hand.
 #[derive(Debug)]
 pub struct SetMode {
-    /// The new mode.
-    pub mode: Mode,
+    /// The new mode; `None`: what the policy says.
+    pub mode: Option<Mode>,
     /// Told when it holds, or why not.
     pub done: oneshot::Sender<Result<(), String>>,
 }
@@ -138,10 +143,37 @@ pub struct Context {
     pub snapshots: OnceLock<watch::Receiver<Snapshot>>,
     /// Bypasses as they come.
     pub reports: broadcast::Sender<Arc<Report>>,
-    /// To the writer of the settings.
+    /// Verdicts, and where to send what was found of pods.
+    pub tracker: OnceLock<detect::tracker::Handle>,
+    /// What holds.
+    pub policy: OnceLock<watch::Receiver<PolicyState>>,
+    /// To whoever decides on the settings.
     pub set_mode: mpsc::Sender<SetMode>,
     /// The log's level.
     pub level: LevelHandle,
+    /// The CNI half, if it runs.
+    pub cni: Option<Desk>,
+}
+
+/// What is served of a CNI half that runs by itself: metrics, readiness and its state.
+pub fn alone(level: LevelHandle, desk: Desk, metrics: &crate::cni::metrics::Metrics) -> Arc<Context> {
+    let mut registry = Registry::with_prefix("nobypass");
+    metrics.register(&mut registry);
+    let (reports, _) = broadcast::channel(1);
+    let (set_mode, _) = mpsc::channel(1);
+    let context = Context {
+        health: Arc::default(),
+        registry: registry.into(),
+        maps: OnceLock::new(),
+        snapshots: OnceLock::new(),
+        reports,
+        tracker: OnceLock::new(),
+        policy: OnceLock::new(),
+        set_mode,
+        level,
+        cni: Some(desk),
+    };
+    Arc::new(context)
 }
 
 /// The routes of the port.
@@ -157,22 +189,30 @@ pub fn public(context: Arc<Context>) -> Router {
 pub fn private(context: Arc<Context>) -> Router {
     Router::new()
         .route("/v1/status", get(node_status))
+        .route("/v1/cni", get(cni))
         .route("/v1/events", get(events))
-        .route("/v1/mode", put(set_mode))
+        .route("/v1/mode", put(set_mode).get(node_mode))
+        .route("/v1/policy", get(policy))
         .route("/v1/log-level", put(log_level))
         .with_state(Arc::clone(&context))
         .merge(public(context))
 }
 
 async fn readyz(State(context): State<Arc<Context>>) -> Response {
-    let pending = context.health.pending();
-    let mentions: String =
-        context.health.mentions().iter().map(|line| format!("(not waited for) {line}\n")).collect();
-    if pending.is_empty() {
-        return format!("ready\n{mentions}").into_response();
+    let mut pending = context.health.pending();
+    // Without maps the CNI half is all there is: what keeps it from protecting is what is pending. Beside the kernel
+    // half it must not hold up the DaemonSet's update.
+    if context.maps.get().is_none()
+        && let Some(desk) = &context.cni
+        && !desk.summary().borrow().ready()
+    {
+        pending.push("cni: new pods do not get the mesh's plugin yet, see `nobypass cni status`".to_owned());
     }
-    let text = format!("not ready\n{}\n{mentions}", pending.join("\n"));
-    (StatusCode::SERVICE_UNAVAILABLE, text).into_response()
+    let notes: String = context.health.notes().iter().map(|note| format!("note: {note}\n")).collect();
+    if pending.is_empty() {
+        return format!("ready\n{notes}").into_response();
+    }
+    (StatusCode::SERVICE_UNAVAILABLE, format!("not ready\n{}\n{notes}", pending.join("\n"))).into_response()
 }
 
 async fn metrics(State(context): State<Arc<Context>>) -> Response {
@@ -198,9 +238,21 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
     match status::read(maps, context.health.hooks(), Some(&snapshot)) {
         Ok(mut status) => {
             status.agent.pending = context.health.pending();
+            status.agent.notes = context.health.notes();
             Json(status).into_response()
         }
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
+    }
+}
+
+async fn cni(State(context): State<Arc<Context>>) -> Response {
+    let Some(desk) = &context.cni else {
+        return (StatusCode::NOT_FOUND, "this agent leaves the CNI configuration alone (--cni-mode=off)\n")
+            .into_response();
+    };
+    match desk.report().await {
+        Some(report) => Json(report).into_response(),
+        None => (StatusCode::SERVICE_UNAVAILABLE, "the CNI half is starting or stopping\n").into_response(),
     }
 }
 
@@ -223,16 +275,57 @@ async fn events(State(context): State<Arc<Context>>) -> Response {
 
 async fn set_mode(State(context): State<Arc<Context>>, body: String) -> Response {
     let wanted = body.trim();
-    let Some(mode) = Mode::ALL.iter().find(|mode| mode.label() == wanted) else {
-        return (StatusCode::BAD_REQUEST, format!("{wanted:?} is no mode: off, audit or enforce\n"))
-            .into_response();
-    };
+    let mode = Mode::ALL.iter().find(|mode| mode.label() == wanted).copied();
+    if mode.is_none() && wanted != BY_POLICY {
+        let says =
+            format!("{wanted:?} is no mode: off, audit, enforce, or {BY_POLICY} for what the policy says\n");
+        return (StatusCode::BAD_REQUEST, says).into_response();
+    }
     let (done, result) = oneshot::channel();
-    let sent = context.set_mode.send(SetMode { mode: *mode, done }).await;
+    let sent = context.set_mode.send(SetMode { mode, done }).await;
     match (sent, result.await) {
-        (Ok(()), Ok(Ok(()))) => format!("{}\n", mode.label()).into_response(),
+        (Ok(()), Ok(Ok(()))) => mode_now(&context).into_response(),
         (Ok(()), Ok(Err(why))) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{why}\n")).into_response(),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping\n").into_response(),
+    }
+}
+
+/// The node's mode and where it comes from, in a line; and who has another one.
+fn mode_now(context: &Context) -> String {
+    let Some(policy) = context.policy.get() else { return String::new() };
+    let effective = Arc::clone(&policy.borrow().effective);
+    let mode = Mode::from(effective.mode).label();
+    let own = context.snapshots.get().map_or(0, |snapshots| {
+        let pods = Arc::clone(&snapshots.borrow().pods);
+        let own = |view: &&Arc<PodView>| {
+            view.kind == PodKind::Meshed && view.choice.as_ref().is_some_and(|choice| choice.own.is_some())
+        };
+        pods.values().filter(own).count()
+    });
+    let mut text = format!("{mode}\n");
+    if effective.mode_source == Source::Hand {
+        let without = Mode::from(effective.mode_without_hand).label();
+        text.push_str(&format!(
+            "set by hand: holds until the policy file changes, the agent starts anew, or `nobypass mode {BY_POLICY}`, \
+             which makes it {without}\n"
+        ));
+    }
+    if own > 0 {
+        text.push_str(&format!(
+            "{own} meshed pods have a mode of their own and keep it, see `nobypass status`\n"
+        ));
+    }
+    text
+}
+
+async fn node_mode(State(context): State<Arc<Context>>) -> Response {
+    mode_now(&context).into_response()
+}
+
+async fn policy(State(context): State<Arc<Context>>) -> Response {
+    match context.policy.get() {
+        Some(policy) => Json(policy.borrow().shown()).into_response(),
+        None => (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response(),
     }
 }
 
@@ -243,63 +336,28 @@ async fn log_level(State(context): State<Arc<Context>>, body: String) -> Respons
     }
 }
 
-/// The socket's file. Dropping it removes the file, unless another agent has put its own there meanwhile.
-#[derive(Debug)]
-pub struct SocketFile {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let ours = |meta: fs::Metadata| meta.dev() == self.device && meta.ino() == self.inode;
-        if fs::symlink_metadata(&self.path).is_ok_and(ours) {
-            // Whoever finds it finds that nobody answers.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Binds the socket that only root may use. One that a dead agent left is replaced.
-///
-/// # Errors
-/// `AddrInUse` when another agent answers on it; `AlreadyExists` when the path is no socket; others as bind(2) says.
-pub fn bind_socket(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-    if let Some(dir) = path.parent()
-        && !dir.exists()
-    {
-        DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-    }
-    if fs::symlink_metadata(path).is_ok_and(|meta| !meta.file_type().is_socket()) {
-        // connect(2) refuses it just like a dead agent's socket, but it is not ours to remove.
-        return Err(io::ErrorKind::AlreadyExists.into());
-    }
-    match std::os::unix::net::UnixStream::connect(path) {
-        Ok(_) => return Err(io::ErrorKind::AddrInUse.into()),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path)?,
-        Err(_) => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    let meta = fs::symlink_metadata(path)?;
-    let file = SocketFile { path: path.into(), device: meta.dev(), inode: meta.ino() };
-    fs::set_permissions(path, Permissions::from_mode(0o600))?;
-    Ok((listener, file))
-}
-
 /// Serves until the process ends.
 ///
 /// # Errors
 /// As accept(2) says.
-pub async fn serve(tcp: Option<TcpListener>, unix: UnixListener, context: Arc<Context>) -> io::Result<()> {
-    let private = axum::serve(unix, private(Arc::clone(&context)));
-    match tcp {
-        None => private.await,
-        Some(tcp) => {
-            let public = axum::serve(tcp, public(context));
-            tokio::try_join!(private.into_future(), public.into_future()).map(|_| ())
+pub async fn serve(
+    tcp: Option<TcpListener>,
+    unix: Option<UnixListener>,
+    context: Arc<Context>,
+) -> io::Result<()> {
+    let private = async {
+        match unix {
+            Some(unix) => axum::serve(unix, private(Arc::clone(&context))).await,
+            None => std::future::pending().await,
         }
-    }
+    };
+    let public = async {
+        match tcp {
+            Some(tcp) => axum::serve(tcp, public(Arc::clone(&context))).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::try_join!(private, public).map(|_| ())
 }
 
 #[cfg(test)]
@@ -339,8 +397,11 @@ mod tests {
             maps: OnceLock::new(),
             snapshots: OnceLock::new(),
             reports: reports.clone(),
+            tracker: OnceLock::new(),
+            policy: OnceLock::new(),
             set_mode,
             level,
+            cni: None,
         };
         let mut body = events(State(Arc::new(context))).await.into_body().into_data_stream();
         let report: Arc<Report> = Arc::new(serde_json::from_value(a_report()).unwrap());
@@ -358,43 +419,5 @@ mod tests {
             "direction": "outbound", "src": "10.0.0.5:4", "dst": "192.0.2.1:443", "protocol": 6, "uid": 0,
             "reason": "not_redirected", "action": "passed", "mode": "audit", "cgroup": 1, "cookie": 2,
         })
-    }
-
-    #[tokio::test]
-    async fn a_dead_agents_socket_is_replaced_and_a_living_ones_is_not() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("run/agent.sock");
-        let first = bind_socket(&path).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o700);
-        assert_eq!(bind_socket(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
-        let (listener, file) = first;
-        // An agent that was killed removes nothing.
-        std::mem::forget(file);
-        drop(listener);
-        let second = bind_socket(&path).unwrap();
-        drop(second);
-        assert!(!path.exists(), "an agent that ends takes its socket along");
-    }
-
-    #[tokio::test]
-    async fn what_is_not_ours_stays() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("file");
-        fs::write(&file, "precious").unwrap();
-        let link = dir.path().join("link");
-        std::os::unix::fs::symlink(&file, &link).unwrap();
-        for path in [&file, &link, dir.path()] {
-            assert_eq!(bind_socket(path).unwrap_err().kind(), io::ErrorKind::AlreadyExists, "{path:?}");
-        }
-        assert_eq!(fs::read_to_string(&link).unwrap(), "precious");
-
-        let path = dir.path().join("agent.sock");
-        let (_listener, first) = bind_socket(&path).unwrap();
-        // A second agent that did not believe the first one to be alive.
-        fs::remove_file(&path).unwrap();
-        let _second = bind_socket(&path).unwrap();
-        drop(first);
-        assert!(path.exists(), "that is the second one's");
     }
 }

@@ -44,6 +44,9 @@ pub struct AgentStatus {
     pub version: String,
     /// What keeps it from being ready.
     pub pending: Vec<String>,
+    /// What else is to be known, as that the policy file is not taken.
+    #[serde(default)]
+    pub notes: Vec<String>,
 }
 
 /// One hook.
@@ -120,6 +123,7 @@ pub fn read(maps: &Maps, hooks: Vec<HookStatus>, snapshot: Option<&Snapshot>) ->
         last_seen_seconds: seconds(silent_ns),
         version: snapshot.map_or_else(String::new, |_| env!("CARGO_PKG_VERSION").into()),
         pending: Vec::new(),
+        notes: Vec::new(),
     };
     let mut pods: Vec<PodStatus> = maps
         .policies()

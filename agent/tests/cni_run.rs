@@ -267,3 +267,58 @@ fn wrong_environments_end_with_64() {
     assert_eq!(output.status.code(), Some(64));
     assert!(node.command(&["run", "--cni-mode=off"]).status().unwrap().success());
 }
+
+/// What a `GET` of the agent's socket answers, head and body.
+fn get(socket: &Path, path: &str) -> Option<String> {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: nobypass\r\nconnection: close\r\n\r\n").ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    Some(answer)
+}
+
+/// Alone it is a pod of its own, which kubelet and Prometheus ask; `cni status` tells who wrote what.
+#[test]
+fn the_half_alone_is_asked_over_http_and_by_cni_status() {
+    let node = Node::new();
+    node.rotate("token-1");
+    let socket = node.0.path().join("cni.sock");
+    let shown = socket.to_str().unwrap();
+    let agent = node.run(&["--cni-mode=install", "--socket", shown, "--metrics-addr=127.0.0.1:0"]);
+    node.until("an answer", || get(&socket, "/livez").is_some_and(|answer| answer.contains("200 OK")));
+    let waiting = get(&socket, "/readyz").unwrap();
+    assert!(waiting.contains("503") && waiting.contains("cni: "), "{waiting}");
+
+    fs::write(node.net("10-x.conflist"), BARE).unwrap();
+    node.until("readiness", || get(&socket, "/readyz").is_some_and(|answer| answer.contains("200 OK")));
+    let metrics = get(&socket, "/metrics").unwrap();
+    for line in ["nobypass_cni_protected 1", "nobypass_cni_patches_total{result=\"patched\"} 1"] {
+        assert!(metrics.contains(line), "{line} not in\n{metrics}");
+    }
+    let status = || {
+        let output = node.command(&["status", "--socket", shown]).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let (code, text) = status();
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("agent         protected for") && text.contains("1 writes"), "{text}");
+    assert!(text.contains("runtime       nobody to ask"), "{text}");
+    let by = |text: &str| {
+        let line = text.lines().find(|line| line.starts_with("10-x.conflist")).unwrap().to_owned();
+        line.split_whitespace().rev().nth(1).unwrap().to_owned()
+    };
+    assert_eq!(by(&text), "nobypass", "{text}");
+    // The mesh's own installer writes what is right already.
+    let good = fs::read_to_string(node.net("10-x.conflist")).unwrap().replace("\"x\"", "\"y\"");
+    fs::write(node.net("10-x.conflist"), good).unwrap();
+    node.until("the other writer", || by(&status().1) == "other");
+
+    let output = node.command(&["status", "-o", "json", "--socket", shown]).output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["agent"]["guard"]["protection"], "protected", "{json}");
+    assert!(agent.terminate().success());
+    assert!(!socket.exists(), "the socket goes with the agent");
+    let (code, text) = status();
+    assert_eq!((code, text.contains("no agent runs here")), (Some(0), true), "{text}");
+}

@@ -291,13 +291,23 @@ fn nothing_less_than_the_runtimes_word_makes_the_node_protected() {
     let run = |endpoint: &Path| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nobypass"));
         command.env_clear().args(["cni", "run", "--cni-dir"]).arg(&other).arg("--cri-endpoint").arg(endpoint);
+        command.arg("--socket").arg(node.base_dir().join("cni.sock"));
         Half::spawn(&node, command)
+    };
+    let status = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nobypass"));
+        command.env_clear().args(["cni", "status", "--cni-dir"]).arg(&other);
+        let output = command.arg("--socket").arg(node.base_dir().join("cni.sock")).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
     };
     // It reads another directory.
     node.write_conflist(false).unwrap();
     let half = run(&node.cri_socket());
     half.until("the reason", || (half.count("read another directory") == 1).then_some(()));
     assert_eq!(half.count(PROTECTED), 0, "{}", half.log());
+    let (code, text) = status();
+    assert_eq!(code, Some(1), "files are right, the runtime's word is not: {text}");
+    assert!(text.contains("has NOT loaded the entry: it reads /"), "{text}");
     half.terminate();
     // It does not answer, then it does.
     let late = node.base_dir().join("late.sock");

@@ -10,13 +10,16 @@ use crate::exec::{self, succeeds};
 use crate::snapshot::Snapshot;
 use crate::tally::Tally;
 use crate::workspace::Workspace;
-use crate::{demo, lint, setup, test};
+use crate::{demo, fuzz, lint, setup, test};
 
 /// Marks the environment of everything that the run starts.
 const MARK: &str = "NOBYPASS_CI_RUN";
 
 /// What has been asked to end needs a moment, and the kernel frees BPF objects later.
 const SETTLE: Duration = Duration::from_secs(10);
+
+/// How long each fuzz target runs: enough to find again what was found once.
+const FUZZ_SECONDS: u32 = 15;
 
 /// Runs every step, also after one that failed.
 pub fn run() -> Tally {
@@ -27,6 +30,7 @@ pub fn run() -> Tally {
     let before = Snapshot::take();
     total += step("lint", lint::run);
     total += step("test", || test::run(&[], &[]));
+    total += step("fuzz", || fuzz::run(&[], FUZZ_SECONDS, &[]));
     total += step("demo", run_demo);
     total += step("nothing left behind", || Ok(check_leftovers(&before, &id)));
     total

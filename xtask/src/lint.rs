@@ -6,14 +6,14 @@ use anyhow::Result;
 
 use crate::exec::{cargo, succeeds};
 use crate::rules;
-use crate::setup::{self, BUILD, LINT};
+use crate::setup::{self, BUILD, FUZZ, LINT};
 use crate::tally::Tally;
 use crate::tier;
 use crate::workspace::Workspace;
 
 /// Each check counts as one.
 pub fn run() -> Result<Tally> {
-    setup::ensure(&[BUILD, LINT].concat())?;
+    setup::ensure(&[BUILD, FUZZ, LINT].concat())?;
     let mut total = Tally::default();
     for (name, check) in [
         ("format", format as fn() -> Result<bool>),
@@ -44,7 +44,15 @@ fn repository() -> Result<bool> {
 fn clippy() -> Result<bool> {
     let features = tier::all_features(&Workspace::read()?);
     let mut clippy = cargo();
-    clippy.args(["clippy", "--all-targets", "--features", &features.join(",")]);
+    clippy.args([
+        "clippy",
+        "--workspace",
+        "--exclude",
+        "nobypass-ebpf",
+        "--all-targets",
+        "--features",
+        &features.join(","),
+    ]);
     succeeds(clippy.args(["--", "--deny", "warnings"]))
 }
 

@@ -7,6 +7,7 @@ mod bpf;
 mod ci;
 mod demo;
 mod exec;
+mod fuzz;
 mod lint;
 mod machine;
 mod process;
@@ -16,6 +17,7 @@ mod snapshot;
 mod tally;
 mod test;
 mod tier;
+mod vm;
 mod workspace;
 
 use std::ffi::OsString;
@@ -86,6 +88,35 @@ enum Command {
         #[arg(last = true)]
         args: Vec<String>,
     },
+    /// Feed generated input to parsers and planners, guided by coverage
+    #[command(after_help = fuzz::help())]
+    Fuzz {
+        /// Only these targets [default: all]
+        #[arg(value_name = "TARGET", hide_possible_values = true,
+              value_parser = PossibleValuesParser::new(fuzz::TARGETS.iter().map(|target| target.name)))]
+        targets: Vec<String>,
+        /// How long each target runs
+        #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+        seconds: u32,
+        /// For libFuzzer: files to try again, `-jobs=2`, ...
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
+    /// Run the kernel tests on other kernels, in small virtual machines with software emulation
+    ///
+    /// The kernels are Debian's for cloud machines, unpacked below NOBYPASS_TOOLCHAIN_DIR and never installed. One that
+    /// cannot be had is skipped with its name; with CI=true that is a failure. It takes no root.
+    Vm {
+        /// Only these series, as 6.12, and `newest` [default: 5.10, 6.1, 6.12, newest]
+        #[arg(long, value_name = "SERIES", value_delimiter = ',', value_parser = vm::series)]
+        kernel: Vec<String>,
+        /// How much runs there
+        #[arg(long, value_enum, default_value_t = vm::Level::Object)]
+        level: vm::Level,
+        /// For the test programs: part of a test's name, `--nocapture`, ...
+        #[arg(last = true)]
+        filter: Vec<String>,
+    },
     /// Check format, lints of both halves and this repository's own rules
     Lint,
     /// All that a change has to pass: setup, lint, test, demo, and nothing left behind on the machine
@@ -93,6 +124,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if fuzz::is_wrapper() {
+        return fuzz::wrap();
+    }
     match run(Args::parse().command) {
         Ok(code) => code,
         Err(error) => {
@@ -114,6 +148,8 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
         Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
+        Command::Fuzz { targets, seconds, args } => Ok(end(counted(fuzz::run(&targets, seconds, &args)))),
+        Command::Vm { kernel, level, filter } => Ok(end(counted(vm::run(&kernel, level, &filter, false)))),
         Command::Lint => Ok(end(counted(lint::run()))),
         Command::Ci => Ok(end(ci::run())),
     }

@@ -2,7 +2,7 @@
 //! found by the feature that they require.
 
 use crate::machine;
-use crate::setup::{BUILD, KERNEL, NODE, Need};
+use crate::setup::{BUILD, CLUSTER, KERNEL, NODE, Need};
 use crate::workspace::{Package, Workspace};
 
 #[derive(Debug)]
@@ -27,12 +27,20 @@ pub enum Targets {
 }
 
 /// From the least to the most demanding.
-pub const TIERS: [Tier; 3] = [
+pub const TIERS: [Tier; 4] = [
     Tier {
         name: "unit",
         about: "pure logic and everything else that needs no privileges",
         targets: Targets::Ordinary,
         needs: &[BUILD],
+        ruled_out: || None,
+        threads: None,
+    },
+    Tier {
+        name: "cluster",
+        about: "a real kube-apiserver with etcd; needs Go, or KUBEBUILDER_ASSETS",
+        targets: Targets::Feature("cluster-tests"),
+        needs: &[BUILD, CLUSTER],
         ruled_out: || None,
         threads: None,
     },
@@ -134,7 +142,7 @@ mod tests {
     }
 
     fn tier(name: &str) -> &'static Tier {
-        static ALL: [Tier; 3] = TIERS;
+        static ALL: [Tier; 4] = TIERS;
         ALL.iter().find(|tier| tier.name == name).expect("a tier of the table")
     }
 

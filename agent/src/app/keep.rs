@@ -10,11 +10,12 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use super::Ended;
+use super::policy::Apply;
 use crate::bpf::{BpfError, Hook, Kernel};
 use crate::cgroup::parents::{PodParent, find_parents};
 use crate::cgroup::root::CgroupRoot;
 use crate::policy::exempt::kernel_address;
-use crate::server::{Health, SetMode};
+use crate::server::Health;
 use crate::status::hook_status;
 
 /// How often the agent shows the programs that it lives.
@@ -42,7 +43,7 @@ pub(super) fn show_hooks(kernel: &Kernel, health: &Health) {
 pub(super) async fn keep_alive(
     mut kernel: Kernel,
     parents: Vec<PodParent>,
-    mut mode_changes: mpsc::Receiver<SetMode>,
+    mut changes: mpsc::Receiver<Apply>,
     health: Arc<Health>,
 ) -> Ended {
     let mut beat = tokio::time::interval(BEAT);
@@ -56,11 +57,8 @@ pub(super) async fn keep_alive(
                 look_after(&mut kernel, &health, &mut lost).map_err(text)
             }),
             _ = search.tick() => refresh_addresses(&mut kernel).map_err(text),
-            Some(SetMode { mode, done }) = mode_changes.recv() => {
-                let result = kernel.set_config(|config| config.mode = mode.code());
-                if result.is_ok() {
-                    tracing::info!(mode = mode.label(), "mode changed");
-                }
+            Some(Apply { effective, done }) = changes.recv() => {
+                let result = kernel.set_config(|config| effective.kernel(config));
                 let _ = done.send(result.map_err(text));
                 Ok(())
             }

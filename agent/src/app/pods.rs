@@ -15,7 +15,7 @@ use crate::pods::join::{Join, Origin};
 use crate::pods::model::Wanted;
 use crate::pods::source::cri::{CriOptions, CriSource};
 use crate::pods::source::kube::{KubeOptions, KubeSource};
-use crate::pods::source::metrics::States;
+use crate::pods::source::metrics::{Source, States};
 use crate::pods::source::{Nudge, PodUpdate};
 use crate::policy::Snapshot;
 use crate::server::Health;
@@ -161,15 +161,15 @@ pub(super) async fn watch_sources(
         if speaking && synced {
             health.done("pods");
         } else {
-            let reasons: Vec<String> = sources.iter().map(|source| source.pending()).collect();
+            let reasons: Vec<String> = sources.iter().map(Source::pending).collect();
             health.wait_for("pods", reasons.join("; "));
         }
         for source in &sources {
             let key = if source.name == "kube" { "pods of the API" } else { "pods of the runtime" };
             if source.connected || !speaking {
-                health.forget(key);
+                health.note_done(key);
             } else {
-                health.mention(key, source.pending());
+                health.note(key, source.pending());
             }
         }
         tokio::select! {

@@ -248,9 +248,10 @@ mod tests {
     #[test]
     fn names() {
         let dir = PinDir::new(Path::new("/sys/fs/bpf/nobypass"));
-        assert_eq!(dir.map("POLICY"), Path::new("/sys/fs/bpf/nobypass/v1/POLICY"));
-        assert_eq!(dir.link(Hook::Egress, Some(42)), Path::new("/sys/fs/bpf/nobypass/v1/link_egress_42"));
-        assert_eq!(dir.link(Hook::Mkdir, None), Path::new("/sys/fs/bpf/nobypass/v1/link_cgroup_mkdir"));
+        let own = Path::new("/sys/fs/bpf/nobypass").join(format!("v{ABI_VERSION}"));
+        assert_eq!(dir.map("POLICY"), own.join("POLICY"));
+        assert_eq!(dir.link(Hook::Egress, Some(42)), own.join("link_egress_42"));
+        assert_eq!(dir.link(Hook::Mkdir, None), own.join("link_cgroup_mkdir"));
         assert!(is_version("v1") && is_version("v12"));
         assert!(!is_version("v") && !is_version("vx") && !is_version("other"));
     }
@@ -267,16 +268,18 @@ mod tests {
     fn removal_leaves_what_is_not_ours() {
         let tmp = tempfile::tempdir().unwrap();
         let dir = PinDir::new(tmp.path());
-        for path in ["v1/link_egress_1", "v1/POLICY", "v0/link_egress_1", "other/POLICY"] {
-            let path = tmp.path().join(path);
+        let own = tmp.path().join(format!("v{ABI_VERSION}"));
+        for path in ["link_egress_1", "POLICY", "../v0/link_egress_1", "../other/POLICY"] {
+            fs::create_dir_all(&own).unwrap();
+            let path = own.join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
         assert_eq!(dir.remove_others().unwrap(), 1);
-        assert!(tmp.path().join("v1/POLICY").exists());
+        assert!(own.join("POLICY").exists());
         assert!(!tmp.path().join("v0").exists());
         assert!(dir.remove_all().is_err(), "something foreign is still there");
-        assert!(!tmp.path().join("v1").exists());
+        assert!(!own.exists());
         assert!(tmp.path().join("other/POLICY").exists());
     }
 }

@@ -1,5 +1,6 @@
 //! `nobypass cni`: the CNI half by itself. Needs no cluster, no eBPF, and for looking no root.
 
+mod agent;
 mod plan;
 pub(super) mod run;
 mod status;

@@ -7,6 +7,7 @@ mod cni;
 mod events;
 pub mod exit;
 mod mode;
+mod policy;
 mod preflight;
 mod status;
 mod table;
@@ -54,6 +55,8 @@ enum Command {
     Events(events::Args),
     /// Show or change what happens to a bypass: off, audit or enforce
     Mode(mode::Args),
+    /// Check a policy file, or show the policy of this node
+    Policy(policy::Policy),
     /// Check what this node has and lacks, and say what to do
     Preflight(preflight::Args),
     /// Detach the programs and remove the pins (an agent that ends leaves them in effect)
@@ -86,6 +89,7 @@ pub fn main() -> Exit {
         Command::Status(args) => status::run(&args),
         Command::Events(args) => events::run(&args),
         Command::Mode(args) => mode::run(&args),
+        Command::Policy(args) => policy::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
         Command::Preflight(args) => preflight::run(&args),
         Command::Canary => {

@@ -59,5 +59,8 @@ pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, ClusterError> 
     };
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
+    // It would try 429, 503 and 504 again up to 15 times by itself: nobody would hear of an eviction that a
+    // disruption budget refuses, nor of a watch that does not start.
+    config.default_retry = false;
     Client::try_from(config).map_err(|error| ClusterError::Client(Box::new(error)))
 }

@@ -3,6 +3,7 @@
 //! Knows neither BPF nor Kubernetes. [`plan`] decides from bytes, without I/O; everything else carries it out.
 
 pub mod binaries;
+pub mod desk;
 pub mod discover;
 pub mod document;
 pub mod edit;

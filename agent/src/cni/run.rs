@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::binaries::{Installed, VERSION_TIMEOUT};
+use super::desk::Desk;
 use super::guard::{self, Guard, Want};
 use super::install::{Contract, ContractError, Part, Prepared, Verdict, prepare};
 use super::kubeconfig::KubeconfigState;
@@ -47,6 +48,8 @@ pub struct Settings {
     pub mode: Mode,
     /// How to learn what the container runtime has loaded.
     pub runtime: runtime::Options,
+    /// Where the half shows its state.
+    pub desk: Desk,
 }
 
 /// Why it ended.
@@ -69,11 +72,11 @@ pub async fn run(
     metrics: Metrics,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), RunError> {
-    let Settings { guard: config, mode, runtime } = settings;
+    let Settings { guard: config, mode, runtime, desk } = settings;
     match mode {
         Mode::Guard(want) => {
-            let (guard, verifier) = start(config, want, runtime, metrics)?;
-            let ended = until_end(&guard, &mut stop).await;
+            let (guard, verifier) = start(config, want, runtime, metrics, &desk)?;
+            let ended = until_end(&guard, &desk, &mut stop).await;
             drop(verifier);
             end(guard).await;
             ended
@@ -81,7 +84,8 @@ pub async fn run(
         Mode::Install { contract, cleanup } => {
             let prepared = prepare(&contract, VERSION_TIMEOUT).await?;
             let removal = cleanup.then(|| removal(&config, &contract, &prepared));
-            install(config, runtime, *contract, prepared, metrics, stop).await?;
+            let installed = Installation { contract: *contract, prepared };
+            install(config, runtime, installed, metrics, &desk, stop).await?;
             if let Some(removal) = removal {
                 clean_up(&removal).await;
             }
@@ -96,20 +100,24 @@ fn start(
     want: Want,
     runtime: runtime::Options,
     metrics: Metrics,
+    desk: &Desk,
 ) -> Result<(Guard, JoinSet<()>), RunError> {
     let config = guard::Config { verify: true, ..config };
     let guard = Guard::start(config, want, metrics).map_err(RunError::Start)?;
     let mut verifier = JoinSet::new();
-    verifier.spawn(follow(runtime, guard.summary(), guard.runtime()));
+    verifier.spawn(follow(runtime, guard.summary(), guard.runtime(), desk.word().clone()));
+    desk.open(&guard);
     Ok((guard, verifier))
 }
 
 /// Waits for the stop, or for a guard that ends by itself.
-async fn until_end(guard: &Guard, stop: &mut watch::Receiver<bool>) -> Result<(), RunError> {
+async fn until_end(guard: &Guard, desk: &Desk, stop: &mut watch::Receiver<bool>) -> Result<(), RunError> {
     let mut summary = guard.summary();
     let mut ready = false;
     loop {
-        let now = summary.borrow_and_update().ready();
+        let shown = summary.borrow_and_update().clone();
+        let now = shown.ready();
+        desk.show(shown);
         if now != ready {
             tracing::info!(ready = now, "CNI protection changed");
             ready = now;
@@ -122,13 +130,19 @@ async fn until_end(guard: &Guard, stop: &mut watch::Receiver<bool>) -> Result<()
     }
 }
 
+/// What install mode starts from.
+struct Installation {
+    contract: Contract,
+    prepared: Prepared,
+}
+
 /// Install mode: keeps binary, kubeconfig and entry, in this order.
 async fn install(
     config: guard::Config,
     runtime: runtime::Options,
-    contract: Contract,
-    prepared: Prepared,
+    Installation { contract, prepared }: Installation,
     metrics: Metrics,
+    desk: &Desk,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), RunError> {
     tell(&prepared);
@@ -139,9 +153,9 @@ async fn install(
         Part::Old(why) | Part::Missing(why) => KubeconfigState::Stale(why.clone()),
     });
     let follower = tokio::spawn(spec.follow(state, stop.clone()));
-    let (guard, verifier) = start(config, want(&prepared), runtime, metrics)?;
+    let (guard, verifier) = start(config, want(&prepared), runtime, metrics, desk)?;
     let ended = tokio::select! {
-        ended = until_end(&guard, &mut stop) => ended,
+        ended = until_end(&guard, desk, &mut stop) => ended,
         () = keep(&contract, prepared, &path, &guard, &mut fresh) => Ok(()),
     };
     drop(verifier);

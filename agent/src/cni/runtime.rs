@@ -10,6 +10,7 @@ pub mod judge;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::Serialize;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
@@ -59,11 +60,26 @@ enum Finding {
     Files(Option<String>),
 }
 
+/// What the container runtime says, for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Word {
+    /// Its name and version; empty when there is none to ask.
+    pub name: String,
+    /// Its socket.
+    pub socket: PathBuf,
+    /// `loaded`, `outdated`, `lags`, `no_network`, `doubled`, `silent`; `files` when there is nobody to ask; empty when
+    /// nothing was asked yet.
+    pub state: &'static str,
+    /// What is wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+}
+
 /// What to do about a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Step {
-    /// What the guard is told; `None` leaves it at what it knows.
-    tell: Option<bool>,
+    /// What the guard is told that pods get; `None` leaves it at what it knows.
+    tell: Option<Protection>,
     /// Wake the runtime.
     poke: bool,
     /// Look again after this.
@@ -71,7 +87,12 @@ struct Step {
 }
 
 /// Follows a guard until it ends.
-pub async fn follow(options: Options, mut summary: watch::Receiver<Summary>, report: RuntimeReport) {
+pub async fn follow(
+    options: Options,
+    mut summary: watch::Receiver<Summary>,
+    report: RuntimeReport,
+    word: watch::Sender<Word>,
+) {
     let mut asker = Asker { options, client: None, not_cri: false };
     let mut log = Log::default();
     loop {
@@ -87,9 +108,15 @@ pub async fn follow(options: Options, mut summary: watch::Receiver<Summary>, rep
         loop {
             let finding = asker.look(expected).await;
             let step = decide(&finding, attempt);
-            if let Some(loaded) = step.tell {
-                report.loaded(now.version, loaded);
+            if let Some(protection) = step.tell {
+                report.says(now.version, protection);
             }
+            let said = asker.word(&finding);
+            word.send_if_modified(|known| {
+                let changed = *known != said;
+                *known = said;
+                changed
+            });
             if step.poke {
                 tracing::debug!(version = now.version, attempt, ?finding, "waking the container runtime");
                 report.poke();
@@ -137,6 +164,27 @@ async fn changed(summary: &mut watch::Receiver<Summary>, before: &Summary, until
 }
 
 impl Finding {
+    /// A bounded label, and what is wrong.
+    fn state(&self) -> (&'static str, Option<String>) {
+        match self {
+            Self::Asked(verdict, elsewhere) => {
+                let reads = || elsewhere.as_ref().map(|dir| format!("it reads {}", dir.display()));
+                match verdict {
+                    Verdict::Loaded { current: true } => ("loaded", None),
+                    Verdict::Loaded { current: false } => ("outdated", reads()),
+                    Verdict::Lags => ("lags", reads()),
+                    Verdict::NotReady(why) => ("no_network", Some(why.clone())),
+                    Verdict::Doubled => {
+                        ("doubled", Some("a drop-in file names the mesh's plugin too".to_owned()))
+                    }
+                    Verdict::Unknown => ("files", None),
+                }
+            }
+            Self::Silent(why) => ("silent", Some(why.clone())),
+            Self::Files(problem) => ("files", problem.clone()),
+        }
+    }
+
     fn is_well(&self) -> bool {
         matches!(self, Self::Asked(Verdict::Loaded { current: true }, _) | Self::Files(None))
     }
@@ -146,13 +194,20 @@ fn decide(finding: &Finding, attempt: u32) -> Step {
     let backoff = FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(attempt)).min(MAX_PAUSE);
     let missed = attempt >= POKE_AFTER;
     let (tell, poke, pause) = match finding {
-        Finding::Asked(Verdict::Loaded { current: true }, _) => (Some(true), false, RECHECK),
-        Finding::Asked(Verdict::Loaded { current: false }, _) => (Some(true), missed, backoff),
-        Finding::Asked(Verdict::Lags | Verdict::NotReady(_), _) => (Some(false), missed, backoff),
-        Finding::Asked(Verdict::Doubled | Verdict::Unknown, _) => (Some(false), false, backoff),
+        Finding::Asked(Verdict::Loaded { current: true }, _) => (Some(Protection::Protected), false, RECHECK),
+        Finding::Asked(Verdict::Loaded { current: false }, _) => {
+            (Some(Protection::Protected), missed, backoff)
+        }
+        Finding::Asked(Verdict::Lags, _) => (Some(Protection::Unprotected), missed, backoff),
+        // No pod starts, so none without the plugin.
+        Finding::Asked(Verdict::NotReady(_), _) => (Some(Protection::NoNetwork), missed, backoff),
+        Finding::Asked(Verdict::Doubled | Verdict::Unknown, _) => {
+            (Some(Protection::Unprotected), false, backoff)
+        }
         // No pod starts while the runtime is away, and it loads what is there when it comes back.
         Finding::Silent(_) => (None, false, backoff),
-        Finding::Files(problem) => (Some(problem.is_none()), false, FILES),
+        Finding::Files(None) => (Some(Protection::Protected), false, FILES),
+        Finding::Files(Some(_)) => (Some(Protection::Unprotected), false, FILES),
     };
     Step { tell, poke, pause }
 }
@@ -200,6 +255,15 @@ impl Asker {
             Verdict::Unknown => self.files(expected.wanted),
             verdict => Finding::Asked(verdict, elsewhere),
         }
+    }
+
+    fn word(&self, finding: &Finding) -> Word {
+        let (state, why) = finding.state();
+        let (name, socket) = match &self.client {
+            Some(client) => (client.name.clone(), client.path().to_owned()),
+            None => Default::default(),
+        };
+        Word { name, socket, state, why }
     }
 
     fn files(&self, wanted: &WantedEntry) -> Finding {
@@ -295,20 +359,21 @@ mod tests {
     #[test]
     fn steps() {
         let asked = |verdict| Finding::Asked(verdict, None);
+        let (yes, no) = (Some(Protection::Protected), Some(Protection::Unprotected));
         let (ms, s) = (Duration::from_millis, Duration::from_secs);
         for (finding, attempt, tell, poke, pause) in [
-            (asked(Verdict::Loaded { current: true }), 9, Some(true), false, RECHECK),
-            (asked(Verdict::Loaded { current: false }), 0, Some(true), false, ms(1)),
-            (asked(Verdict::Loaded { current: false }), 4, Some(true), true, ms(16)),
-            (asked(Verdict::Lags), 0, Some(false), false, ms(1)),
-            (asked(Verdict::Lags), 3, Some(false), false, ms(8)),
-            (asked(Verdict::Lags), 4, Some(false), true, ms(16)),
-            (asked(Verdict::Lags), u32::MAX, Some(false), true, s(5)),
-            (asked(Verdict::NotReady("x".to_owned())), 5, Some(false), true, ms(32)),
-            (asked(Verdict::Doubled), 5, Some(false), false, ms(32)),
+            (asked(Verdict::Loaded { current: true }), 9, yes, false, RECHECK),
+            (asked(Verdict::Loaded { current: false }), 0, yes, false, ms(1)),
+            (asked(Verdict::Loaded { current: false }), 4, yes, true, ms(16)),
+            (asked(Verdict::Lags), 0, no, false, ms(1)),
+            (asked(Verdict::Lags), 3, no, false, ms(8)),
+            (asked(Verdict::Lags), 4, no, true, ms(16)),
+            (asked(Verdict::Lags), u32::MAX, no, true, s(5)),
+            (asked(Verdict::NotReady("x".to_owned())), 5, Some(Protection::NoNetwork), true, ms(32)),
+            (asked(Verdict::Doubled), 5, no, false, ms(32)),
             (Finding::Silent("x".to_owned()), 30, None, false, s(5)),
-            (Finding::Files(None), 7, Some(true), false, FILES),
-            (Finding::Files(Some("x".to_owned())), 7, Some(false), false, FILES),
+            (Finding::Files(None), 7, yes, false, FILES),
+            (Finding::Files(Some("x".to_owned())), 7, no, false, FILES),
         ] {
             assert_eq!(decide(&finding, attempt), Step { tell, poke, pause }, "{finding:?} {attempt}");
         }

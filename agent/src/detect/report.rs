@@ -23,6 +23,9 @@ const MAX_WINDOWS: usize = 4096;
 pub struct Report {
     /// When, in milliseconds since 1970.
     pub time_ms: u64,
+    /// Likewise, in ns of `CLOCK_MONOTONIC`; for this process only.
+    #[serde(skip)]
+    pub at_ns: u64,
     /// The pod's namespace; empty if nobody knows the pod.
     pub namespace: String,
     /// The pod's name; likewise.
@@ -67,6 +70,7 @@ pub fn report(event: &Event, snapshot: &Snapshot, time: SystemTime) -> Report {
     };
     Report {
         time_ms: u64::try_from(millis).unwrap_or(u64::MAX),
+        at_ns: event.ts_ns,
         namespace: field(pod.map(|pod| &*pod.namespace)),
         pod: field(pod.map(|pod| &*pod.name)),
         container,
@@ -149,20 +153,16 @@ mod tests {
     use crate::policy::PodView;
 
     fn snapshot() -> Snapshot {
+        let uid = PodUid::parse("2c48913c-b29f-11e7-9350-020968147796").unwrap();
         let view = PodView {
-            uid: PodUid::parse("2c48913c-b29f-11e7-9350-020968147796").unwrap(),
             namespace: "shop".into(),
             name: "cart-0".into(),
             mesh: "linkerd".into(),
-            cgroup: 10,
             kind: PodKind::Meshed,
             reason: "meshed",
-            unsupported: false,
-            proxy: None,
-            proxy_cgroup: 0,
             families: [true, false],
-            problems: Vec::new(),
             containers: vec![(11, "app".into())],
+            ..PodView::unknown(uid, 10)
         };
         Snapshot { pods: Arc::new([(10, Arc::new(view))].into()), ..Snapshot::default() }
     }

@@ -67,7 +67,7 @@ pub(super) fn one_line(error: &str) -> String {
 }
 
 /// All profiles in use, the ones to try first in front.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profiles(Vec<Profile>);
 
 impl Profiles {
@@ -107,18 +107,25 @@ impl Profiles {
     ///
     /// # Errors
     /// [`ProfileError::Invalid`].
-    pub fn with(path: &Path, mut profiles: Vec<Profile>) -> Result<Self, ProfileError> {
+    pub fn with(path: &Path, profiles: Vec<Profile>) -> Result<Self, ProfileError> {
+        let invalid = |(name, reason)| ProfileError::Invalid { path: path.into(), name, reason };
+        Self::built_in().preceded_by(profiles).map_err(invalid)
+    }
+
+    /// These profiles with others before them; one with the same name takes the other's place.
+    ///
+    /// # Errors
+    /// The name of a profile that makes no sense, and why.
+    pub fn preceded_by(self, mut first: Vec<Profile>) -> Result<Self, (Box<str>, String)> {
         let mut names = BTreeSet::new();
-        for profile in &profiles {
-            let invalid =
-                |reason| ProfileError::Invalid { path: path.into(), name: profile.name.clone(), reason };
-            profile.check().map_err(invalid)?;
+        for profile in &first {
+            profile.check().map_err(|reason| (profile.name.clone(), reason))?;
             if !names.insert(profile.name.clone()) {
-                return Err(invalid("there are two of this name".to_owned()));
+                return Err((profile.name.clone(), "there are two of this name".to_owned()));
             }
         }
-        profiles.extend(Self::built_in().0.into_iter().filter(|built_in| !names.contains(&built_in.name)));
-        Ok(Self(profiles))
+        first.extend(self.0.into_iter().filter(|profile| !names.contains(&profile.name)));
+        Ok(Self(first))
     }
 
     /// The profiles in the order in which they are tried.
@@ -129,7 +136,7 @@ impl Profiles {
 
     /// The profile of this name.
     #[must_use]
-    pub fn get(&self, name: &str) -> Option<&Profile> {
+    pub fn named(&self, name: &str) -> Option<&Profile> {
         self.0.iter().find(|profile| &*profile.name == name)
     }
 

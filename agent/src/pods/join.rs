@@ -110,7 +110,8 @@ impl Join {
                         Origin::Api => {
                             let at = slot.claims.iter().position(|claim| claim.uid == uid);
                             let gone = at.map(|at| slot.claims.swap_remove(at));
-                            slot.departed = gone.filter(|_| slot.claims.is_empty()).or(slot.departed.take());
+                            slot.departed =
+                                gone.filter(|_| slot.claims.is_empty()).or_else(|| slot.departed.take());
                         }
                     }
                 }
@@ -263,7 +264,9 @@ fn specified(have: &Container, wanted: &Container) -> Container {
         role,
         run_as_user,
         run_as_group,
-        exit_code: have.exit_code.or(wanted.exit_code.filter(|_| same_run && have.state == State::Exited)),
+        exit_code: have
+            .exit_code
+            .or_else(|| wanted.exit_code.filter(|_| same_run && have.state == State::Exited)),
         last_exit_code,
         restart_count: have.restart_count.max(if same_run { wanted.restart_count } else { 0 }),
         args: wanted.args.clone(),
@@ -277,7 +280,8 @@ fn specified(have: &Container, wanted: &Container) -> Container {
 fn since(container: &Container, start: i64) -> Container {
     let mut container = container.clone();
     let seconds = |ns: i64| ns.div_euclid(1_000_000_000);
-    if container.id.is_some() && seconds(container.created_at) < seconds(start) {
+    let known = container.id.is_some() && container.created_at != 0;
+    if known && seconds(container.created_at) < seconds(start) {
         container.id = None;
         container.state = State::Waiting;
         container.exit_code = None;

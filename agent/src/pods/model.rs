@@ -378,6 +378,13 @@ impl Keys {
     }
 }
 
+impl Keys {
+    /// The names, and the beginnings of names.
+    pub fn iter(&self) -> impl Iterator<Item = &str> {
+        self.exact.iter().chain(&self.prefixes).map(|key| &**key)
+    }
+}
+
 impl<'a> Extend<&'a str> for Keys {
     fn extend<T: IntoIterator<Item = &'a str>>(&mut self, keys: T) {
         for key in keys {

@@ -1,21 +1,45 @@
 //! What holds for a pod: a pure function of its membership.
 
 use nobypass_common::abi::{
-    POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, POD_GAP4, POD_GAP6, POD_LISTED, POD_NON_TCP_DROP,
-    POD_PROXY_ELSEWHERE, POD_PROXY_MARK, POD_PROXY_UID, POD_QUIC_DROP, POD_TPROXY, PodPolicy,
+    POD_EXEMPT_CIDRS, POD_EXEMPT_IDS, POD_EXEMPT_PORTS, POD_GAP_DROP, POD_GAP4, POD_GAP6, POD_INBOUND_DROP,
+    POD_LISTED, POD_NON_TCP_DROP, POD_PROXY_ELSEWHERE, POD_PROXY_MARK, POD_PROXY_UID, POD_QUIC_DROP,
+    POD_TPROXY, PodPolicy,
 };
-use nobypass_common::ids::{MODE_INHERIT, PodKind};
+use nobypass_common::ids::PodKind;
 
+use super::effective::Traffic;
 use super::exempt::KernelExemptions;
+use super::file::{FamilyGap, Inbound, NonTcp};
+use super::mode::Choice;
 use crate::mesh::{Exemptions, Membership, Meshed};
 
-/// What the operator wants beyond the mode.
+/// What the operator wants of a pod.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wishes {
+    /// [`nobypass_common::ids::Mode`], or [`nobypass_common::ids::MODE_INHERIT`].
+    pub mode: u32,
     /// Enforce drops UDP (but DNS) and other protocols of meshed pods.
     pub drop_non_tcp: bool,
     /// Enforce drops QUIC of meshed pods.
     pub drop_quic: bool,
+    /// Enforce drops connections of families that the mesh does not redirect.
+    pub drop_family_gap: bool,
+    /// Enforce drops connections that reach the application past its proxy.
+    pub drop_inbound: bool,
+}
+
+impl Wishes {
+    /// What the policy says of this pod.
+    pub fn new(traffic: Traffic, choice: &Choice) -> Self {
+        let Traffic { non_tcp, quic, family_gap, inbound } = traffic;
+        Self {
+            mode: choice.code(),
+            drop_non_tcp: non_tcp == NonTcp::Drop,
+            drop_quic: quic == NonTcp::Drop,
+            drop_family_gap: family_gap == FamilyGap::Drop,
+            drop_inbound: inbound == Inbound::Enforce,
+        }
+    }
 }
 
 /// The kind of entry that a membership asks for, and why, for people.
@@ -54,7 +78,7 @@ pub fn policy(
 ) -> PodPolicy {
     let base = PodPolicy {
         kind: kind(membership).0.code(),
-        mode: MODE_INHERIT,
+        mode: wishes.mode,
         level,
         since_ns,
         ..PodPolicy::default()
@@ -78,6 +102,8 @@ pub fn policy(
         (*proxy_elsewhere, POD_PROXY_ELSEWHERE),
         (wishes.drop_non_tcp, POD_NON_TCP_DROP),
         (wishes.drop_quic, POD_QUIC_DROP),
+        (wishes.drop_family_gap, POD_GAP_DROP),
+        (wishes.drop_inbound, POD_INBOUND_DROP),
     ] {
         if on {
             flags |= flag;

@@ -13,16 +13,18 @@ use tokio::sync::{mpsc, watch};
 use super::desired::{self, Wishes};
 use super::devices;
 use super::exempt::{KernelExemptions, Sets, entries, is_fit};
-use super::registry::{Change, Entry, PodCgroup, Registry};
+use super::mode::{self, Choice};
+use super::registry::{Change, PodCgroup, Registry};
+use super::reload::PolicyState;
 use super::snapshot::{Ledger, PodView, Snapshot, fold};
+use super::view::{mode_problems, view};
 use crate::bpf::{BpfError, Maps};
 use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::PodParent;
 use crate::cgroup::scan::scan;
 use crate::cgroup::stream::{CgroupReceiver, Item};
-use crate::mesh::{Membership, Profiles, recognise};
+use crate::mesh::recognise;
 use crate::pods::PodUid;
-use crate::pods::model::PodFacts;
 use crate::pods::source::PodUpdate;
 use crate::sys::clock::monotonic_ns;
 
@@ -37,8 +39,7 @@ type Prepared = (u64, PodPolicy, Option<(u32, KernelExemptions)>);
 pub struct Keeper {
     maps: Maps,
     parents: Vec<PodParent>,
-    profiles: Arc<Profiles>,
-    wishes: Wishes,
+    policy: watch::Receiver<PolicyState>,
     registry: Registry,
     sets: Sets,
     /// Sets that the maps had no room for.
@@ -57,8 +58,7 @@ impl Keeper {
     pub fn new(
         maps: Maps,
         parents: Vec<PodParent>,
-        profiles: Arc<Profiles>,
-        wishes: Wishes,
+        mut policy: watch::Receiver<PolicyState>,
     ) -> (Self, watch::Receiver<Snapshot>) {
         let earlier = maps.policies();
         let last_set = earlier.iter().map(|(_, policy)| policy.exempt_set).max().unwrap_or(0);
@@ -67,13 +67,17 @@ impl Keeper {
         for (LedgerKey { namespace, mesh }, LedgerSums { count }) in maps.ledger() {
             ledger.insert((text(&namespace).into(), text(&mesh).into()), count);
         }
-        let state = Snapshot { ledger: Arc::new(ledger.clone()), ..Snapshot::default() };
+        let (profiles, policy_revision) = {
+            let now = policy.borrow_and_update();
+            (Arc::clone(&now.profiles), now.revision)
+        };
+        let state =
+            Snapshot { ledger: Arc::new(ledger.clone()), profiles, policy_revision, ..Snapshot::default() };
         let (out, snapshots) = watch::channel(state.clone());
         let keeper = Self {
             maps,
             parents,
-            profiles,
-            wishes,
+            policy,
             registry: Registry::default(),
             sets: Sets::starting_after(last_set),
             unfit: HashSet::new(),
@@ -109,9 +113,28 @@ impl Keeper {
                     Some(update) => self.pod(update)?,
                     None => return Ok(()),
                 },
+                changed = self.policy.changed() => match changed {
+                    Ok(()) => self.decide_anew()?,
+                    Err(_) => return Ok(()),
+                },
                 _ = rescan.tick() => self.rescan()?,
             }
         }
+    }
+
+    /// The policy changed: every pod may need another entry.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    fn decide_anew(&mut self) -> Result<(), BpfError> {
+        {
+            let policy = self.policy.borrow_and_update();
+            self.state.policy_revision = policy.revision;
+            self.state.profiles = Arc::clone(&policy.profiles);
+        }
+        let pods: Vec<Change> = self.registry.with_cgroup().map(|(uid, _, _)| Change::Pod(uid)).collect();
+        self.publish();
+        self.apply(pods)
     }
 
     fn cgroup(&mut self, event: &CgroupEvent) -> Result<(), BpfError> {
@@ -240,8 +263,17 @@ impl Keeper {
             self.publish();
             return Ok(None);
         };
-        let membership = recognise(facts, self.profiles.as_slice());
+        let (profiles, policy) = {
+            let now = self.policy.borrow();
+            (Arc::clone(&now.profiles), Arc::clone(&now.effective))
+        };
+        let membership = recognise(facts, profiles.as_slice());
         let mut view = view(uid, id, facts, entry, &membership);
+        let choice = mode::choose(facts, &policy, view.unsupported);
+        let traffic = policy.traffic(&facts.namespace, facts.namespace_labels.as_ref());
+        let wishes = Wishes::new(traffic, &choice);
+        view.problems.extend(mode_problems(&choice));
+        (view.choice, view.traffic) = (Some(choice), Some(traffic));
         let of_mesh = desired::exemptions(&membership);
         let devices = devices::indices(facts, &of_mesh.devices);
         let exemptions = KernelExemptions { of_mesh, devices };
@@ -261,7 +293,7 @@ impl Keeper {
         if set == 0 && exemptions != none {
             view.problems.push("no room in the kernel for its exemptions: nothing is exempt".to_owned());
         }
-        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, exempt, self.wishes);
+        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, exempt, wishes);
         let same_view = self.views.get(&id).is_some_and(|old| **old == view);
         let same_policy = self
             .written
@@ -270,21 +302,40 @@ impl Keeper {
         if same_view && same_policy {
             return Ok(None);
         }
+        let before = self.views.insert(id, Arc::new(view.clone()));
+        if same_policy && before.as_ref().is_some_and(|before| before.without_facts() == view.without_facts())
+        {
+            // News that changes nothing here, but for those who look at the facts.
+            self.publish();
+            return Ok(None);
+        }
         tracing::info!(
             namespace = %view.namespace, pod = %view.name, mesh = %view.mesh, kind = view.kind.label(),
-            reason = view.reason, cgroup = id, proxy_cgroup = view.proxy_cgroup, "pod classified"
+            reason = view.reason, cgroup = id, proxy_cgroup = view.proxy_cgroup,
+            mode = view.choice.as_ref().map_or("", |choice| choice.mode.label()), "pod classified"
         );
-        for problem in &view.problems {
-            tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "a pod's exemptions cannot be taken as they are");
-        }
-        self.views.insert(id, Arc::new(view));
+        self.tell_problems(before.as_deref(), &view);
         self.written.insert(id, (policy, exemptions));
         Ok(Some((id, policy, released)))
     }
 
+    /// Says each problem once.
+    fn tell_problems(&mut self, before: Option<&PodView>, view: &PodView) {
+        let known = before.map_or(&[][..], |before| &before.problems);
+        for problem in view.problems.iter().filter(|problem| !known.contains(problem)) {
+            tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "an annotation is not taken as it is");
+        }
+        let refused = |view: &PodView| view.choice.as_ref().and_then(Choice::refused).cloned();
+        let news = refused(view);
+        if view.kind == PodKind::Meshed && news.is_some() && news != before.and_then(refused) {
+            self.state.overrides_refused += 1;
+            self.publish();
+        }
+    }
+
     /// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
     fn remembered_view(&self, uid: PodUid, id: u64) -> PodView {
-        let view = unknown_view(uid, id);
+        let view = PodView::unknown(uid, id);
         let (Some(policy), Some(name)) = (self.maps.policy(id), self.maps.name(id)) else { return view };
         let PodName { namespace, name, mesh } = name;
         PodView {
@@ -407,60 +458,6 @@ impl Keeper {
 /// Whether `path` lies below `parent`, component-wise.
 fn is_below(parent: &str, path: &str) -> bool {
     path.strip_prefix(parent).is_some_and(|rest| rest.starts_with('/'))
-}
-
-fn unknown_view(uid: PodUid, cgroup: u64) -> PodView {
-    PodView {
-        uid,
-        namespace: "".into(),
-        name: "".into(),
-        mesh: "".into(),
-        cgroup,
-        kind: PodKind::Unknown,
-        reason: "not_classified",
-        unsupported: false,
-        proxy: None,
-        proxy_cgroup: 0,
-        families: [false; 2],
-        problems: Vec::new(),
-        containers: Vec::new(),
-    }
-}
-
-fn view(uid: PodUid, cgroup: u64, facts: &PodFacts, entry: &Entry, membership: &Membership) -> PodView {
-    let (kind, reason) = desired::kind(membership);
-    let meshed = match membership {
-        Membership::Meshed(meshed) => Some(&**meshed),
-        Membership::NotMeshed { .. } | Membership::Exempt { .. } | Membership::Unsupported { .. } => None,
-    };
-    let mesh = match membership {
-        Membership::Unsupported { profile, .. } => profile.clone(),
-        _ => meshed.map_or_else(|| "".into(), |meshed| meshed.profile.clone()),
-    };
-    let proxy = meshed.and_then(|meshed| meshed.proxy_container);
-    let proxy_cgroup = proxy.and_then(|proxy| entry.containers.get(&proxy)).copied().unwrap_or(0);
-    let mut containers: Vec<(u64, Box<str>)> = facts
-        .containers
-        .iter()
-        .filter_map(|container| Some((*entry.containers.get(&container.id?)?, container.name.clone())))
-        .collect();
-    containers.sort();
-    let problem = |problem: &crate::mesh::Problem| format!("{}: {:?}", problem.annotation, problem.element);
-    PodView {
-        uid,
-        namespace: facts.namespace.clone(),
-        name: facts.name.clone(),
-        mesh,
-        cgroup,
-        kind,
-        reason,
-        unsupported: matches!(membership, Membership::Unsupported { .. }),
-        proxy,
-        proxy_cgroup,
-        families: meshed.map_or([false; 2], |meshed| [meshed.families.ipv4, meshed.families.ipv6]),
-        problems: meshed.map_or_else(Vec::new, |meshed| meshed.problems.iter().map(problem).collect()),
-        containers,
-    }
 }
 
 fn name(view: &PodView) -> PodName {

@@ -80,6 +80,8 @@ impl Registry {
             Some(_) if found.nested || found.misplaced => Vec::new(),
             Some(container) => {
                 let entry = self.pods.entry(found.uid).or_default();
+                // An id that is used again: the end of its former cgroup was not seen.
+                entry.containers.retain(|_, have| *have != id);
                 entry.containers.insert(container, id);
                 vec![Change::Pod(found.uid)]
             }
@@ -88,6 +90,10 @@ impl Registry {
 
     fn pod_made(&mut self, uid: PodUid, id: u64, level: u32) -> Vec<Change> {
         let mut changes = Vec::new();
+        if let Some(other) = self.by_cgroup.get(&id).copied().filter(|other| *other != uid) {
+            // The id is used again, and the end of the other pod's cgroup was not seen.
+            changes.extend(self.lost(id, other));
+        }
         let entry = self.pods.entry(uid).or_default();
         if let Some(old) = entry.cgroup.replace(PodCgroup { id, level })
             && old.id != id
@@ -104,15 +110,13 @@ impl Registry {
 
     /// A cgroup was removed.
     pub fn removed(&mut self, parent: &str, path: &str, id: u64) -> Vec<Change> {
-        if let Some(uid) = self.by_cgroup.remove(&id) {
-            if let Some(entry) = self.pods.get_mut(&uid) {
-                entry.cgroup = None;
-                entry.containers.clear();
-            }
-            self.drop_if_empty(uid);
-            return vec![Change::Removed(id)];
+        let found = parse_below(parent, path);
+        if let Some(uid) = self.by_cgroup.get(&id).copied() {
+            // Told late, and the id is another pod's by now.
+            let stale = found.as_ref().is_some_and(|found| found.uid != uid);
+            return if stale { Vec::new() } else { self.lost(id, uid).into_iter().collect() };
         }
-        let Some(found) = parse_below(parent, path) else { return vec![Change::Removed(id)] };
+        let Some(found) = found else { return vec![Change::Removed(id)] };
         let Some(entry) = self.pods.get_mut(&found.uid) else { return Vec::new() };
         match found.container {
             Some(container) if entry.containers.get(&container) == Some(&id) => {
@@ -121,6 +125,17 @@ impl Registry {
             }
             _ => Vec::new(),
         }
+    }
+
+    /// The cgroup `id` of the pod `uid` is no more.
+    fn lost(&mut self, id: u64, uid: PodUid) -> Option<Change> {
+        self.by_cgroup.remove(&id)?;
+        if let Some(entry) = self.pods.get_mut(&uid) {
+            entry.cgroup = None;
+            entry.containers.clear();
+        }
+        self.drop_if_empty(uid);
+        Some(Change::Removed(id))
     }
 
     /// All cgroups as they are now: what the registry has beyond that is gone.
@@ -260,6 +275,54 @@ mod tests {
         // The removal of the old one, told late, must not take the new one away.
         assert_eq!(registry.removed("/kubepods", POD, 10), []);
         assert!(registry.knows(20) && !registry.knows(10));
+    }
+
+    /// No verdict is ever given to the wrong pod: an id that is used again is the new pod's alone.
+    #[test]
+    fn a_cgroup_id_that_is_used_again_is_the_new_pods_alone() {
+        const NEXT: &str = "/kubepods/podaaaaaaaa-b29f-11e7-9350-020968147796";
+        let next = PodUid::parse("aaaaaaaa-b29f-11e7-9350-020968147796").unwrap();
+        let scan = Scan {
+            classes: Vec::new(),
+            pods: vec![PodDir {
+                dir: CgroupDir { id: 10, level: 2, path: NEXT.into() },
+                uid: next,
+                containers: Vec::new(),
+            }],
+            vanished: 0,
+        };
+        for scanned in [false, true] {
+            let mut registry = Registry::default();
+            registry.facts(facts());
+            registry.made("/kubepods", POD, 10, 3);
+            registry.made("/kubepods", &container_path(), 11, 4);
+            // The end of the first pod's cgroup is not told.
+            let changes = if scanned {
+                registry.scanned(std::slice::from_ref(&scan))
+            } else {
+                registry.made("/kubepods", NEXT, 10, 2)
+            };
+            assert_eq!(changes, [Change::Removed(10), Change::Pod(next)], "first the old entry goes");
+            let old = registry.get(uid()).unwrap();
+            assert_eq!((&old.cgroup, old.containers.len()), (&None, 0), "facts about it write nothing");
+            assert_eq!(registry.facts(facts()), [Change::Pod(uid())]);
+            assert_eq!(registry.get(uid()).unwrap().cgroup, None);
+            // Told late: it is not the new pod's end.
+            assert_eq!(registry.removed("/kubepods", POD, 10), []);
+            assert_eq!(registry.get(next).unwrap().cgroup.as_ref().map(|cgroup| cgroup.id), Some(10));
+            assert_eq!(registry.removed("/kubepods", NEXT, 10), [Change::Removed(10)]);
+        }
+    }
+
+    #[test]
+    fn a_containers_cgroup_id_that_is_used_again_is_the_new_containers_alone() {
+        let mut registry = Registry::default();
+        registry.made("/kubepods", POD, 10, 3);
+        registry.made("/kubepods", &container_path(), 11, 4);
+        let other = ContainerId::parse(&"cd".repeat(32)).unwrap();
+        registry.made("/kubepods", &format!("{POD}/{other}"), 11, 4);
+        let containers = &registry.get(uid()).unwrap().containers;
+        assert_eq!(containers.iter().collect::<Vec<_>>(), [(&other, &11)], "not the proxy's any more");
     }
 
     #[test]

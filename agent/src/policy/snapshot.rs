@@ -6,6 +6,10 @@ use std::sync::Arc;
 use nobypass_common::abi::PodCounters;
 use nobypass_common::ids::{COUNTERS, PodKind};
 
+use super::effective::Traffic;
+use super::mode::Choice;
+use crate::mesh::Profiles;
+use crate::pods::model::PodFacts;
 use crate::pods::{ContainerId, PodUid};
 
 /// One pod with a cgroup on this node.
@@ -37,6 +41,44 @@ pub struct PodView {
     pub problems: Vec<String>,
     /// Names of containers by cgroup id.
     pub containers: Vec<(u64, Box<str>)>,
+    /// The sandbox; a pod may get another one.
+    pub sandbox: Option<ContainerId>,
+    /// The mode and where it comes from, as soon as the pod is classified.
+    pub choice: Option<Choice>,
+    /// Other things that hold for it, likewise.
+    pub traffic: Option<Traffic>,
+    /// All that the source knows; `None` while only the cgroup is known.
+    pub facts: Option<Arc<PodFacts>>,
+}
+
+impl PodView {
+    /// The same without the facts that it was made of.
+    pub(super) fn without_facts(&self) -> Self {
+        Self { facts: None, ..self.clone() }
+    }
+
+    /// A pod of which only the cgroup is known.
+    pub fn unknown(uid: PodUid, cgroup: u64) -> Self {
+        Self {
+            uid,
+            namespace: "".into(),
+            name: "".into(),
+            mesh: "".into(),
+            cgroup,
+            kind: PodKind::Unknown,
+            reason: "not_classified",
+            unsupported: false,
+            proxy: None,
+            proxy_cgroup: 0,
+            families: [false; 2],
+            problems: Vec::new(),
+            containers: Vec::new(),
+            sandbox: None,
+            choice: None,
+            traffic: None,
+            facts: None,
+        }
+    }
 }
 
 /// Counters of pods that are gone, by namespace and mesh.
@@ -51,8 +93,16 @@ pub struct Snapshot {
     pub pods: Arc<HashMap<u64, Arc<PodView>>>,
     /// What dead pods counted. Counters never go backwards when a pod dies.
     pub ledger: Arc<Ledger>,
+    /// The profiles in use.
+    pub profiles: Arc<Profiles>,
     /// The pod source has told all it knows once.
     pub synced: bool,
+    /// The policy that this was decided by.
+    pub policy_revision: u64,
+    /// How often a pod asked for a mode that it is not allowed to choose.
+    pub overrides_refused: u64,
+    /// Entries that another writer had changed meanwhile.
+    pub conflicts: u64,
     /// Entries that the maps had no room for.
     pub without_entry: u64,
 }

@@ -11,6 +11,18 @@ pub fn monotonic_ns() -> u64 {
     seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
 }
 
+/// The moment of a wall-clock time, given in ns since 1970; 0 for one that is not known or before the machine started.
+pub fn monotonic_of(wall_ns: i64) -> u64 {
+    let Ok(wall_ns) = u64::try_from(wall_ns) else { return 0 };
+    if wall_ns == 0 {
+        return 0;
+    }
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+    // A clock that was set back meanwhile must not put anything into the future.
+    let age = now.saturating_sub(u128::from(wall_ns));
+    monotonic_ns().saturating_sub(u64::try_from(age).unwrap_or(u64::MAX))
+}
+
 /// The wall-clock time of a moment of `CLOCK_MONOTONIC`.
 pub fn wall(moment_ns: u64) -> SystemTime {
     let age = monotonic_ns().saturating_sub(moment_ns);

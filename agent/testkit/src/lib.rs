@@ -6,12 +6,15 @@
 pub mod apiserver;
 pub mod bpf;
 pub mod cgroup;
+pub mod control_plane;
 pub mod foreign;
 pub mod images;
 pub mod netns;
 pub mod node;
+pub mod port;
 pub mod proc;
 pub mod redirect;
+pub mod servers;
 pub mod traffic;
 pub mod wait;
 

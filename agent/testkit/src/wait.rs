@@ -26,6 +26,20 @@ pub fn until<T>(what: &str, limit: Duration, mut poll: impl FnMut() -> Option<T>
     }
 }
 
+/// [`until`] for async tests: lets other tasks of the runtime run meanwhile.
+pub async fn until_async<T>(what: &str, limit: Duration, mut poll: impl FnMut() -> Option<T>) -> Result<T> {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = poll() {
+            return Ok(value);
+        }
+        if start.elapsed() >= limit {
+            bail!("waited {limit:?} in vain for: {what}");
+        }
+        tokio::time::sleep(STEP).await;
+    }
+}
+
 #[expect(clippy::disallowed_methods, reason = "the one place where a poll loop pauses")]
 pub(crate) fn pause(step: Duration) {
     std::thread::sleep(step);

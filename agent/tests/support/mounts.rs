@@ -18,9 +18,10 @@ impl Mounts {
         Self::with("mount -t bpf -o mode=700 bpf /sys/fs/bpf; mount -t tracefs tracefs /sys/kernel/tracing")
     }
 
-    /// With what `script` mounts or unmounts.
+    /// With what `script` mounts or unmounts, and neither a bpffs nor tracefs else, whatever this machine has.
     pub fn with(script: &str) -> Self {
-        let script = format!("set -e\n{script}\necho ready\nexec cat");
+        let bare = "for place in /sys/fs/bpf /sys/kernel/tracing; do umount -q $place || :; done";
+        let script = format!("{bare}\nset -e\n{script}\necho ready\nexec cat");
         let mut command = Command::new("unshare");
         command.args(["-m", "--propagation", "private", "sh", "-c", &script]);
         let holder = proc::spawn(command).unwrap();

@@ -91,6 +91,15 @@ pub fn system_archive<'a>(archives: &'a [Archive], codename: &str) -> Option<&'a
     candidates().find(suite).or_else(|| candidates().find(debian))
 }
 
+/// The archive that serves a suite: security updates lie beside the system's own archive, as the machine's sources say.
+fn archive_of<'a>(archives: &'a [Archive], codename: &str, suite: &str) -> Option<&'a Archive> {
+    if suite.ends_with("-security") {
+        let own = format!("{codename}-security");
+        return archives.iter().find(|archive| archive.suites.contains(&own));
+    }
+    system_archive(archives, codename)
+}
+
 /// The archives of this machine, as its sources say.
 fn archives() -> Vec<Archive> {
     let mut archives =
@@ -122,7 +131,7 @@ pub struct PrivateApt {
 }
 
 impl PrivateApt {
-    /// Lists for `suites` of the archive that this machine uses.
+    /// Lists for `suites` of the archives that this machine uses; suites of security updates only where its own are.
     pub fn new(dir: &Path, suites: &[&str]) -> Result<Self> {
         let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
         if os_release(&release, "ID").as_deref() != Some("debian") || find_program("apt-get").is_none() {
@@ -130,14 +139,17 @@ impl PrivateApt {
         }
         let codename = os_release(&release, "VERSION_CODENAME").unwrap_or_default();
         let archives = archives();
-        let archive = system_archive(&archives, &codename)
+        let system = system_archive(&archives, &codename)
             .context("the apt sources of this machine name no archive with its suite")?;
         for part in ["lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(dir.join(part)).with_context(|| format!("cannot create {}", dir.display()))?;
         }
-        let key = archive.signed_by.as_deref().unwrap_or(KEYRING);
-        let line = |suite: &&str| format!("deb [signed-by={key}] {} {suite} main\n", archive.uri);
-        fs::write(dir.join("sources.list"), suites.iter().map(line).collect::<String>())?;
+        let line = |suite: &&str| {
+            let archive = archive_of(&archives, &codename, suite)?;
+            let key = system.signed_by.as_deref().unwrap_or(KEYRING);
+            Some(format!("deb [signed-by={key}] {} {suite} main\n", archive.uri))
+        };
+        fs::write(dir.join("sources.list"), suites.iter().filter_map(line).collect::<String>())?;
         Ok(Self { dir: dir.to_path_buf() })
     }
 
@@ -176,6 +188,19 @@ impl PrivateApt {
     pub fn versions(&self, package: &str) -> Result<Vec<String>> {
         let table = output(self.apt("apt-cache").args(["madison", package]))?;
         Ok(table.lines().filter_map(|line| Some(line.split('|').nth(1)?.trim().to_owned())).collect())
+    }
+
+    /// All packages whose name begins like this.
+    pub fn names(&self, prefix: &str) -> Result<Vec<String>> {
+        let names = output(self.apt("apt-cache").args(["pkgnames", prefix]))?;
+        Ok(names.lines().map(str::to_owned).collect())
+    }
+
+    /// The packages that one needs directly; alternatives and virtual packages as apt-cache(8) shows them.
+    pub fn depends(&self, package: &str) -> Result<Vec<String>> {
+        let text = output(self.apt("apt-cache").args(["depends", "--important", package]))?;
+        let name = |line: &str| Some(line.trim().strip_prefix("Depends: ")?.to_owned());
+        Ok(text.lines().filter_map(name).collect())
     }
 
     /// Downloads one package and unpacks it below `out`.
@@ -306,6 +331,16 @@ mod tests {
             Some(&other)
         );
         assert_eq!(system_archive(&[vendor, security], "bookworm"), None);
+    }
+
+    #[test]
+    fn security_updates_come_from_where_the_systems_own_do() {
+        let system = archive("http://m.test/debian", &["bookworm"], &["main"], None);
+        let security = archive("http://m.test/debian-security", &["bookworm-security"], &["main"], None);
+        let all = [system.clone(), security.clone()];
+        assert_eq!(archive_of(&all, "bookworm", "trixie"), Some(&system));
+        assert_eq!(archive_of(&all, "bookworm", "bullseye-security"), Some(&security));
+        assert_eq!(archive_of(&all[..1], "bookworm", "bullseye-security"), None);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Other commands call [`ensure`] with just what they need.
 
 mod apt;
+mod go;
 mod need;
 mod rust;
 mod toolchain;
@@ -10,14 +11,17 @@ mod toolchain;
 use std::env;
 use std::fmt;
 use std::fs::{self, File, TryLockError};
+use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 
-pub use need::{BUILD, KERNEL, LINT, NODE, Need, only_names};
+pub use apt::PrivateApt;
+pub use need::{BUILD, CLUSTER, FUZZ, KERNEL, LINT, NODE, Need, VM, only_names};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
+pub use toolchain::dir as cache_dir;
 
-use crate::exec::{find_program, is_root};
+use crate::exec::{find_program, in_ci, is_root};
 
 /// What could not be had: one line each, for people.
 #[derive(Debug, Default)]
@@ -44,16 +48,21 @@ pub fn run(only: &[String], check: bool) -> Result<bool> {
     let rust = Rust::ask()?;
     let errors = if check { Vec::new() } else { install_missing(&needs, &rust)? };
     let mut lacking = Lacking::default();
+    let mut without = 0;
     for row in needs.iter().copied().map(lookup) {
         match row.probe(&rust) {
             Ok(path) => println!("ready    {:<15} {}", row.name, path.display()),
+            Err(why) if is_optional(row) => {
+                without += 1;
+                println!("without  {}", line(row, &why, &errors));
+            }
             Err(why) => lacking.0.push(line(row, &why, &errors)),
         }
     }
     for line in &lacking.0 {
         println!("missing  {line}");
     }
-    println!("{} of {} ready", needs.len() - lacking.0.len(), needs.len());
+    println!("{} of {} ready", needs.len() - lacking.0.len() - without, needs.len());
     Ok(lacking.0.is_empty())
 }
 
@@ -69,6 +78,18 @@ pub fn ensure(needs: &[Need]) -> Result<(), Lacking> {
     let lack = |row: &Row| Some(line(row, &row.probe(&rust).err()?, &errors));
     let lacking: Vec<String> = needs.iter().copied().map(lookup).filter_map(lack).collect();
     if lacking.is_empty() { Ok(()) } else { Err(Lacking(lacking)) }
+}
+
+/// A machine without Go is complete without what only Go can build: the tests that need it are skipped. One that is
+/// there to test is not.
+fn is_optional(row: &Row) -> bool {
+    matches!(row.source, Source::Go(_)) && go::version().is_err() && !in_ci()
+}
+
+/// Environment for the tests: where the programs are that were built for them.
+pub fn test_assets() -> Vec<(&'static str, PathBuf)> {
+    let asset = |program: &'static go::GoProgram| Some((program.variable?, program.find().ok()?));
+    [&go::ETCD, &go::KUBE_APISERVER].into_iter().filter_map(asset).collect()
 }
 
 /// What an installation step said when it failed.
@@ -101,6 +122,13 @@ fn install_missing(needs: &[Need], rust: &Rust) -> Result<Errors> {
             Source::BpfLinker => {
                 eprintln!("setup: building bpf-linker for LLVM {} (a minute or two, once)", rust.llvm);
                 toolchain::install_bpf_linker(rust)
+            }
+            // Said below: without Go there is nothing to try.
+            Source::Go(_) if go::version().is_err() => continue,
+            Source::Go(program) => {
+                let version = program.pinned()?;
+                eprintln!("setup: building {} {version} from Go modules (some minutes, once)", program.name);
+                program.build()
             }
         };
         if let Err(error) = result {
@@ -154,6 +182,9 @@ fn line(row: &Row, why: &str, errors: &Errors) -> String {
         _ if !tried.is_empty() => format!("installing it failed: {}", tried.join("; ")),
         Source::Package(name) if find_program("apt-get").is_none() => {
             format!("install it with your package manager (Debian calls it {name})")
+        }
+        Source::Go(_) if go::version().is_err() => {
+            String::from("install Go, or let KUBEBUILDER_ASSETS name a directory that holds it")
         }
         Source::Package(name) if !is_root() => format!("run `sudo {}`", apt::install_line(&[name])),
         _ => String::from("run `cargo xtask setup`"),

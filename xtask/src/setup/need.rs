@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use super::go::{self, GoProgram};
 use super::rust::Rust;
 use super::toolchain;
 use crate::exec::find_program;
@@ -17,6 +18,7 @@ pub enum Need {
     Clippy,
     Protoc,
     Cc,
+    Cxx,
     Containerd,
     Runc,
     CniPlugins,
@@ -26,6 +28,9 @@ pub enum Need {
     Busybox,
     Conntrack,
     UtilLinux,
+    Etcd,
+    KubeApiserver,
+    Qemu,
 }
 
 /// How a need is met.
@@ -39,6 +44,8 @@ pub enum Source {
     RustSrc,
     /// bpf-linker, built here.
     BpfLinker,
+    /// Built here from Go modules, where Go is.
+    Go(&'static GoProgram),
 }
 
 /// How to see that it is there, without asking a package manager.
@@ -54,6 +61,7 @@ pub enum Probe {
     RustProgram(&'static str),
     RustSrc,
     BpfLinker,
+    Go(&'static GoProgram),
 }
 
 #[derive(Debug)]
@@ -73,7 +81,8 @@ const fn row(need: Need, name: &'static str, what: &'static str, probe: Probe, s
 use Probe::{AnyFile, Programs, RustProgram, StaticProgram};
 use Source::{Component, Package};
 
-pub const TABLE: [Row; 15] = [
+pub const TABLE: &[Row] = &[
+    row(Need::Cxx, "g++", "compiles libFuzzer", Programs(&["c++"]), Package("g++")),
     row(Need::Cc, "gcc", "C compiler and linker", Programs(&["cc", "gcc"]), Package("gcc")),
     row(
         Need::Protoc,
@@ -143,25 +152,50 @@ pub const TABLE: [Row; 15] = [
         AnyFile(&["/usr/lib/cni/bridge", "/opt/cni/bin/bridge"]),
         Package("containernetworking-plugins"),
     ),
+    row(Need::Etcd, "etcd", "store of a test control plane", Probe::Go(&go::ETCD), Source::Go(&go::ETCD)),
+    row(
+        Need::KubeApiserver,
+        "kube-apiserver",
+        "API server of a test control plane",
+        Probe::Go(&go::KUBE_APISERVER),
+        Source::Go(&go::KUBE_APISERVER),
+    ),
+    row(
+        Need::Qemu,
+        "qemu",
+        "runs other kernels",
+        Programs(&["qemu-system-x86_64"]),
+        Package("qemu-system-x86"),
+    ),
 ];
 
 /// For `cargo build` and everything that builds.
 pub const BUILD: &[Need] = &[Need::Cc, Need::Protoc, Need::RustSrc, Need::BpfLinker];
 /// Beside [`BUILD`]: for `cargo xtask lint`.
 pub const LINT: &[Need] = &[Need::Rustfmt, Need::Clippy];
+/// Beside [`BUILD`]: for `cargo xtask fuzz`.
+pub const FUZZ: &[Need] = &[Need::Cxx];
 /// Beside [`BUILD`]: network namespaces and redirect rules.
 pub const KERNEL: &[Need] =
     &[Need::UtilLinux, Need::Iproute2, Need::Iptables, Need::Nft, Need::Conntrack, Need::Busybox];
 /// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods.
 pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
+/// Beside [`BUILD`]: a real API server.
+pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
+
+/// Beside [`BUILD`] and [`KERNEL`]: other kernels.
+pub const VM: &[Need] = &[Need::Qemu];
 
 /// Which command needs what, for messages.
-const COMMANDS: [(&str, &[&[Need]]); 5] = [
+const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo build", &[BUILD]),
     ("cargo xtask lint", &[LINT]),
+    ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
+    ("cargo xtask test --tier cluster", &[CLUSTER]),
     ("cargo xtask demo", &[KERNEL, NODE]),
+    ("cargo xtask vm", &[KERNEL, VM]),
 ];
 
 impl Row {
@@ -189,6 +223,7 @@ impl Row {
             }
             Probe::RustSrc => toolchain::rust_src(rust),
             Probe::BpfLinker => toolchain::bpf_linker(rust),
+            Probe::Go(program) => program.find(),
         }
     }
 }
@@ -220,9 +255,8 @@ fn names_a_loader(head: &[u8]) -> bool {
 
 /// The row of a need.
 pub fn lookup(need: Need) -> &'static Row {
-    static TABLE_REF: &[Row] = &TABLE;
     // The test below shows that each need has its row.
-    TABLE_REF.iter().find(|row| row.need == need).unwrap_or(&TABLE_REF[0])
+    TABLE.iter().find(|row| row.need == need).unwrap_or(&TABLE[0])
 }
 
 /// What `--only` accepts: each row's name, and the two groups.
@@ -245,10 +279,10 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, KERNEL, NODE].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, CLUSTER, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
-        for row in &TABLE {
+        for row in TABLE {
             assert!(!row.needed_by().is_empty(), "{} is needed by no command", row.name);
             assert_eq!(TABLE.iter().filter(|other| other.name == row.name).count(), 1, "{}", row.name);
         }
@@ -265,7 +299,8 @@ mod tests {
         let only = |names: &[&str]| select(&names.iter().map(ToString::to_string).collect::<Vec<_>>());
         assert_eq!(only(&[]).len(), TABLE.len());
         assert_eq!(only(&["runc", "rust-src"]), [Need::RustSrc, Need::Runc]);
-        assert_eq!(only(&["tools"]), [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy]);
+        let tools = [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy];
+        assert_eq!(only(&["tools"]), [&tools, CLUSTER].concat());
         assert_eq!(only(&["tools", "packages"]).len(), TABLE.len());
     }
 

@@ -31,6 +31,13 @@ pub fn dir() -> Result<PathBuf> {
     Ok(cache.join("nobypass").join("bpf-toolchain"))
 }
 
+/// Where programs built from Go modules are kept: beside the BPF tool-chain, or in it where the user moved that.
+pub fn go_dir() -> Result<PathBuf> {
+    let dir = dir()?;
+    let moved = env::var_os("NOBYPASS_TOOLCHAIN_DIR").is_some();
+    Ok(if moved { dir.join("go") } else { dir.with_file_name("go") })
+}
+
 fn rust_src_dir(rust: &Rust) -> PathBuf {
     rust.sysroot.join("lib/rustlib/src/rust")
 }

@@ -1,14 +1,13 @@
 //! `nobypass cni run`.
 
-use std::io::IsTerminal as _;
 use std::path::PathBuf;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-use tracing_subscriber::EnvFilter;
 
 use super::{Failure, Mode, RuntimeName, Where, Which, contract};
 use crate::cli::exit::{Exit, print};
+use crate::cni::desk::Desk;
 use crate::cni::discover::MESH_PLUGINS;
 use crate::cni::entry::Place;
 use crate::cni::guard::{Config, Want};
@@ -17,7 +16,13 @@ use crate::cni::metrics::Metrics;
 use crate::cni::plan::Options;
 use crate::cni::run::{self as half, RunError, Settings};
 use crate::cni::runtime::{self, equipped::Places};
+use crate::config::{self, Address};
 use crate::pods::source::cri::endpoint;
+use crate::server::{
+    self,
+    listen::{ListenError, listen},
+};
+use crate::telemetry::{self, LogFormat};
 
 /// What the CNI half is told, alone and in the agent.
 #[derive(Debug, clap::Args)]
@@ -54,9 +59,18 @@ pub struct Run {
     /// first usual one whose runtime reads this directory]
     #[arg(long, env = "NOBYPASS_CRI_ENDPOINT", value_name = "SOCKET")]
     cri_endpoint: Option<String>,
-    /// What to log: a level, or a tracing filter
+    /// Address for /metrics, /livez and /readyz, or `none`
+    #[arg(long, env = "NOBYPASS_METRICS_ADDR", value_name = "ADDR", default_value = "none", value_parser = config::address)]
+    metrics_addr: Address,
+    /// Unix socket for `nobypass cni status` [default: none]
+    #[arg(long, env = "NOBYPASS_SOCKET", value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Log filter: a level, or target=level terms
     #[arg(long, value_name = "FILTER", env = "NOBYPASS_LOG", default_value = "info")]
     log: String,
+    /// Format of log lines
+    #[arg(long, env = "NOBYPASS_LOG_FORMAT", value_enum, default_value_t)]
+    log_format: LogFormat,
 }
 
 impl HalfArgs {
@@ -83,7 +97,7 @@ impl HalfArgs {
             runtime: self.cni_runtime.into(),
             ..Config::new(dir)
         };
-        Ok(Some(Settings { guard, mode, runtime }))
+        Ok(Some(Settings { guard, mode, runtime, desk: Desk::default() }))
     }
 }
 
@@ -95,24 +109,30 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
     let endpoint = args.cri_endpoint.as_deref().map(endpoint::parse).transpose();
     settings.runtime.endpoint =
         endpoint.map_err(|error| (Exit::Usage, format!("--cri-endpoint: {error}")))?;
-    let filter = EnvFilter::try_new(&args.log).map_err(|error| (Exit::Usage, format!("--log: {error}")))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    let level = telemetry::init(&args.log, args.log_format)
+        .map_err(|error| (Exit::Usage, format!("--log: {error}")))?;
     let failed = |error: std::io::Error| (Exit::Failed, format!("cannot start: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     tracing::info!(dir = %settings.guard.dir.display(), mode = ?args.half.cni_mode, runtime = ?args.half.cni_runtime, "keeping the CNI directory");
-    let ended = runtime.block_on(async {
-        let stop = stop().map_err(RunError::Start)?;
-        half::run(settings, Metrics::default(), stop).await
-    });
-    match ended {
-        Ok(()) => Ok(Exit::Ok),
-        Err(error @ RunError::Contract(_)) => Err((Exit::Usage, error.to_string())),
-        Err(error) => Err((Exit::Failed, error.to_string())),
-    }
+    runtime.block_on(async {
+        let stop = stop().map_err(|error| (Exit::Failed, format!("cannot start: {error}")))?;
+        let metrics = Metrics::default();
+        let context = server::alone(level, settings.desk.clone(), &metrics);
+        let refused = |error: ListenError| (error.exit(), error.to_string());
+        // The socket's file goes when this ends.
+        let (tcp, unix, _file) = listen(args.metrics_addr, args.socket.as_deref()).await.map_err(refused)?;
+        tokio::select! {
+            ended = half::run(settings, metrics, stop) => match ended {
+                Ok(()) => Ok(Exit::Ok),
+                Err(error @ RunError::Contract(_)) => Err((Exit::Usage, error.to_string())),
+                Err(error) => Err((Exit::Failed, error.to_string())),
+            },
+            ended = server::serve(tcp, unix, context) => {
+                let why = ended.err().map_or_else(String::new, |error| format!(": {error}"));
+                Err((Exit::Failed, format!("the server ended{why}")))
+            }
+        }
+    })
 }
 
 fn mode(args: &HalfArgs, contract: Contract) -> Result<half::Mode, Failure> {

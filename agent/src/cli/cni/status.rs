@@ -1,12 +1,13 @@
 //! `nobypass cni status`.
 
 use std::ffi::OsStr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
+use super::agent::Agent;
 use super::{Failure, Format, RuntimeName, Wanted, Where, Which, contract, list, printable};
 use crate::cli::exit::{Exit, print};
 use crate::cni::discover::{ConfigFile, Delegate, Directory, EntryState, Look, MESH_PLUGINS, Role, discover};
@@ -21,6 +22,9 @@ pub struct Status {
     /// How the node's container runtime chooses its config
     #[arg(long, value_name = "RUNTIME", env = "NOBYPASS_CNI_RUNTIME", default_value = "containerd")]
     cni_runtime: RuntimeName,
+    /// Socket of the agent, which knows what the container runtime has loaded and what it has done itself
+    #[arg(long, env = "NOBYPASS_SOCKET", value_name = "PATH", default_value = crate::server::DEFAULT_SOCKET)]
+    socket: PathBuf,
     /// Output format
     #[arg(short, long, value_name = "FORMAT", default_value = "text")]
     output: Format,
@@ -35,12 +39,17 @@ pub fn run(args: &Status) -> Result<Exit, Failure> {
     let fallback = args.which.cni_plugin.as_deref().unwrap_or(MESH_PLUGINS[0]);
     let look = wanted.as_ref().map_or(Look::Type(fallback), |wanted| Look::For(&wanted.entry));
     let found = discover(&listed, args.cni_runtime.into(), look);
+    let agent = Agent::ask(&args.socket, &dir);
     let text = match args.output {
-        Format::Json => format!("{:#}\n", as_json(&dir, args.cni_runtime, &found, wanted.as_ref())),
-        Format::Text => printable(&as_text(&dir, &found, wanted.as_ref())),
+        Format::Json => {
+            let mut value = as_json(&dir, args.cni_runtime, &found, wanted.as_ref());
+            value["agent"] = agent.as_json();
+            format!("{value:#}\n")
+        }
+        Format::Text => printable(&as_text(&dir, &found, wanted.as_ref(), &agent)),
     };
     match print(&text) {
-        Exit::Ok if !found.protected() => Ok(Exit::Failed),
+        Exit::Ok if !found.protected() || agent.contradicts() => Ok(Exit::Failed),
         exit => Ok(exit),
     }
 }
@@ -97,7 +106,7 @@ fn as_json(dir: &Path, runtime: RuntimeName, found: &Directory, wanted: Option<&
     })
 }
 
-fn as_text(dir: &Path, found: &Directory, wanted: Option<&Wanted>) -> String {
+fn as_text(dir: &Path, found: &Directory, wanted: Option<&Wanted>, agent: &Agent) -> String {
     let mut rows = vec![("directory", dir.display().to_string()), ("active", found.why.clone())];
     if let Some(delegate) = &found.delegate {
         rows.push((
@@ -118,13 +127,14 @@ fn as_text(dir: &Path, found: &Directory, wanted: Option<&Wanted>) -> String {
         },
     ));
     rows.push(("protected", protection(found)));
+    rows.extend(agent.rows());
     if found.cilium_exclusive() {
         rows.push(("note", "cilium (cni-exclusive) renames configs of others away here".to_owned()));
     }
     let mut text: String = rows.iter().map(|(key, value)| format!("{key:<13} {value}\n")).collect();
     if !found.files.is_empty() {
         text.push('\n');
-        text.push_str(&table(&file_rows(dir, found)));
+        text.push_str(&table(&file_rows(dir, found, agent)));
     }
     for file in &found.files {
         if let Some(problem) = &file.problem {
@@ -149,8 +159,9 @@ fn protection(found: &Directory) -> String {
     }
 }
 
-fn file_rows(dir: &Path, found: &Directory) -> Vec<[String; 7]> {
-    let head = ["FILE", "STATE", "ENTRY", "NETWORK", "VERSION", "CHANGED", "PLUGINS"].map(str::to_owned);
+fn file_rows(dir: &Path, found: &Directory, agent: &Agent) -> Vec<[String; 8]> {
+    let head =
+        ["FILE", "STATE", "ENTRY", "NETWORK", "VERSION", "CHANGED", "BY", "PLUGINS"].map(str::to_owned);
     let dash = |text: Option<&str>| text.filter(|text| !text.is_empty()).unwrap_or("-").to_owned();
     let row = |file: &ConfigFile| {
         [
@@ -161,6 +172,7 @@ fn file_rows(dir: &Path, found: &Directory) -> Vec<[String; 7]> {
             dash(file.version.as_deref()),
             changed(dir, &file.name)
                 .map_or_else(|| "-".to_owned(), |(age, _)| format!("{} ago", age_text(age))),
+            agent.writer(&file.name).unwrap_or("-").to_owned(),
             dash(Some(&file.plugins.join(","))),
         ]
     };
@@ -168,8 +180,8 @@ fn file_rows(dir: &Path, found: &Directory) -> Vec<[String; 7]> {
 }
 
 /// Columns as wide as they need.
-fn table(rows: &[[String; 7]]) -> String {
-    let mut widths = [0; 7];
+fn table(rows: &[[String; 8]]) -> String {
+    let mut widths = [0; 8];
     for row in rows {
         for (width, cell) in widths.iter_mut().zip(row) {
             *width = (*width).max(cell.chars().count());
@@ -185,7 +197,7 @@ fn table(rows: &[[String; 7]]) -> String {
 }
 
 /// The largest unit alone, as kubectl shows ages.
-fn age_text(seconds: u64) -> String {
+pub(super) fn age_text(seconds: u64) -> String {
     match seconds {
         0..120 => format!("{seconds}s"),
         120..7_200 => format!("{}m", seconds / 60),

@@ -58,8 +58,8 @@ pub(super) struct Engine {
     pub fights: Fights,
     window: Window,
     unprotected: Duration,
-    /// The version of the active file that the runtime has loaded.
-    loaded: Option<u64>,
+    /// The version of the active file that the runtime was asked about, and what pods get from it.
+    loaded: Option<(u64, Protection)>,
     rescan: bool,
     rearm: bool,
     /// The directory was opened, and files of an earlier agent in it are not sorted out yet.
@@ -141,8 +141,8 @@ impl Engine {
         match signal {
             Signal::Change(change, at) => self.note(change, at),
             Signal::Want(want) => self.planner.set(want),
-            Signal::Runtime(version, loaded) => {
-                self.loaded = loaded.then_some(version);
+            Signal::Runtime(version, protection) => {
+                self.loaded = Some((version, protection));
                 self.evaluate(Instant::now());
             }
             Signal::Poke => {

@@ -45,8 +45,8 @@ pub(super) struct FileState {
     pub bytes: Option<Bytes>,
     pub judged: Judged,
     pub since: Instant,
-    /// When this agent last put it in place.
-    pub patched: Option<Instant>,
+    /// This agent put it in place, and nobody has changed it since.
+    pub ours: bool,
     pub writes: u64,
     /// The refusal was reported.
     pub reported: bool,
@@ -66,6 +66,8 @@ pub struct FileReport {
     pub seconds: u64,
     /// Times that this agent put it in place.
     pub writes: u64,
+    /// It was last written by `nobypass`, or by an `other` program.
+    pub by: &'static str,
     /// Patches that another writer undid, when that is a fight.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub undone: Option<u32>,
@@ -105,7 +107,7 @@ impl Files {
     pub fn set(&mut self, name: &OsStr, bytes: Option<Bytes>, judged: Judged, now: Instant) -> bool {
         let refused = judged.refusal().is_some();
         let Some(state) = self.states.get_mut(name) else {
-            let state = FileState { bytes, judged, since: now, patched: None, writes: 0, reported: !refused };
+            let state = FileState { bytes, judged, since: now, ours: false, writes: 0, reported: !refused };
             self.states.insert(name.to_owned(), state);
             return refused;
         };
@@ -114,15 +116,16 @@ impl Files {
             state.since = now;
             state.reported = !refused;
         }
+        state.ours &= state.bytes == bytes;
         state.bytes = bytes;
         state.judged = judged;
         refused && !same
     }
 
     /// Notes a patch.
-    pub fn wrote(&mut self, name: &OsStr, writes: u32, now: Instant) {
+    pub fn wrote(&mut self, name: &OsStr, writes: u32) {
         if let Some(state) = self.states.get_mut(name) {
-            state.patched = Some(now);
+            state.ours = true;
             state.writes += u64::from(writes);
         }
     }
@@ -221,6 +224,7 @@ impl Files {
             why: state.judged.refusal().map(ToString::to_string),
             seconds: now.saturating_duration_since(state.since).as_secs(),
             writes: state.writes,
+            by: if state.ours { "nobypass" } else { "other" },
             undone: undone(name),
         };
         self.states.iter().map(report).collect()

@@ -129,7 +129,8 @@ pub struct Summary {
 }
 
 impl Summary {
-    fn new() -> Self {
+    /// Nothing is known yet.
+    pub(super) fn new() -> Self {
         Self {
             files: Protection::NoNetwork,
             protection: Protection::NoNetwork,
@@ -184,8 +185,8 @@ pub struct Snapshot {
 enum Signal {
     Change(Change, Instant),
     Want(Want),
-    /// What the runtime has loaded: the version it was asked about, and whether that one is loaded.
-    Runtime(u64, bool),
+    /// What the runtime has loaded: the version it was asked about, and what a pod gets from it.
+    Runtime(u64, Protection),
     Poke,
     Snapshot(oneshot::Sender<Snapshot>),
     Stop,
@@ -229,11 +230,14 @@ impl Guard {
         RuntimeReport(self.signals.clone())
     }
 
-    /// The whole state; `None` when the thread has ended.
+    /// For those who want to know more than the summary.
+    pub fn questions(&self) -> Questions {
+        Questions(self.signals.clone())
+    }
+
+    /// See [`Questions::snapshot`].
     pub async fn snapshot(&self) -> Option<Snapshot> {
-        let (answer, snapshot) = oneshot::channel();
-        self.send(Signal::Snapshot(answer));
-        snapshot.await.ok()
+        self.questions().snapshot().await
     }
 
     /// Finishes what is under way, and ends. Configs stay as they are.
@@ -272,14 +276,27 @@ impl Drop for Open {
     }
 }
 
+/// Asks a guard, also from other tasks.
+#[derive(Clone, Debug)]
+pub struct Questions(Inbox<Signal>);
+
+impl Questions {
+    /// The whole state; `None` when the thread has ended.
+    pub async fn snapshot(&self) -> Option<Snapshot> {
+        let (answer, snapshot) = oneshot::channel();
+        self.0.send(Signal::Snapshot(answer));
+        snapshot.await.ok()
+    }
+}
+
 /// Tells a guard what the runtime has loaded.
 #[derive(Clone, Debug)]
 pub struct RuntimeReport(Inbox<Signal>);
 
 impl RuntimeReport {
-    /// `version` of a [`Summary`] is loaded, or is not.
-    pub fn loaded(&self, version: u64, loaded: bool) {
-        self.0.send(Signal::Runtime(version, loaded));
+    /// What a pod gets from the runtime while `version` of a [`Summary`] is in place.
+    pub fn says(&self, version: u64, protection: Protection) {
+        self.0.send(Signal::Runtime(version, protection));
     }
 
     /// The runtime has not noticed a change: create and remove a hidden file.

@@ -132,7 +132,7 @@ impl Engine {
                 self.files.remove(name);
                 let list = converted.list;
                 self.files.set(&list, Some(converted.bytes), Judged::Fine(Leave::Satisfied), at);
-                self.files.wrote(&list, 1, at);
+                self.files.wrote(&list, 1);
                 tracing::info!(
                     file = %name.display(), list = %list.display(), kept_as = %converted.aside.display(),
                     "turned a single-plugin CNI config into a list"
@@ -158,7 +158,7 @@ impl Engine {
 
     fn note_patch(&mut self, name: &OsStr, patched: &Patched, noticed: Option<Instant>, at: Instant) {
         self.files.set(name, Some(patched.bytes.clone()), Judged::Fine(Leave::Satisfied), at);
-        self.files.wrote(name, patched.writes, at);
+        self.files.wrote(name, patched.writes);
         self.metrics.writes.inc_by(u64::from(patched.writes));
         self.bucket.take(patched.writes);
         if let Some(noticed) = noticed {

@@ -30,7 +30,7 @@ fn a_generic_profile_from_yaml() {
     let profiles = parse(FILE).expect("valid");
     let names: Vec<_> = profiles.as_slice().iter().map(|profile| &*profile.name).collect();
     assert_eq!(names, ["osm", "linkerd", "istio-sidecar", "istio-ambient", "consul", "kuma"]);
-    let osm = profiles.get("osm").expect("there");
+    let osm = profiles.named("osm").expect("there");
     assert_eq!(osm.proxy.uid, [IdSource::Container, IdSource::Fixed(1500)]);
     assert_eq!(osm.exempt.out_ports.init, ["53".parse().expect("port"), "8000-8100".parse().expect("range")]);
     assert_eq!(osm.exempt.out_ports.merge, Merge::Append);

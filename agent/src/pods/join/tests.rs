@@ -185,7 +185,7 @@ fn a_pod_made_again_under_its_name_is_another_pod() {
 fn static_pods_join_by_the_hash_of_their_manifest() {
     let mirror = PodFacts { static_pod_hash: Some(hash()), ..api(uid(1), "etcd-n1") };
     let mut known = Known::new();
-    known.api(mirror.clone()).runtime(runtime(hash(), "etcd-n1", 1));
+    known.api(mirror).runtime(runtime(hash(), "etcd-n1", 1));
     let pod = known.pod(hash());
     assert_eq!((pod.uid, pod.static_pod_hash, pod.cgroup_uid()), (uid(1), Some(hash()), hash()));
     assert!(pod.known_by.api && pod.known_by.runtime);
@@ -386,6 +386,8 @@ fn what_ran_in_an_earlier_sandbox_or_before_the_boot_did_not_run_in_this_one() {
         (BOOT - SECOND, true, false),
         (BOOT - SECOND, false, false),
         (BOOT, false, true),
+        // Nobody says when it began.
+        (0, true, true),
     ] {
         spec.containers = vec![ended(started)];
         let mut known = Known::new();

@@ -136,21 +136,54 @@ pub fn evict(store: &mut Store, route: &Route, body: &Value, budgets: &[Budget])
     options.check(route.kind, &old)?;
     let ends = old["metadata"]["deletionTimestamp"].is_string();
     let runs = !matches!(old["status"]["phase"].as_str(), Some("Pending" | "Succeeded" | "Failed"));
-    let blocks = |budget: &&Budget| budget.namespace == key.namespace && budget.selector.matches(&old);
-    if let Some(budget) = budgets.iter().find(blocks)
-        && runs
-        && !ends
-    {
-        let mut error = ApiError::new(
-            429,
-            "TooManyRequests",
-            "Cannot evict pod as it would violate the pod's disruption budget.",
-        );
-        let message = "The disruption budget needs 1 healthy pods and has 1 currently";
-        error.details = json!({ "causes": [{ "reason": "DisruptionBudget", "message": message }] });
-        error.retry_after = budget.retry_after;
-        return Err(error);
+    if runs && !ends {
+        let blocks = |budget: &&Budget| budget.namespace == key.namespace && budget.selector.matches(&old);
+        if let Some(budget) = budgets.iter().find(blocks) {
+            return Err(disrupts(budget.retry_after));
+        }
+        take_from_budget(store, &key, &old)?;
     }
     delete_object(store, &key, &old, &options);
+    Ok(())
+}
+
+/// The refusal of a budget.
+fn disrupts(retry_after: Option<u64>) -> ApiError {
+    let message = "Cannot evict pod as it would violate the pod's disruption budget.";
+    let mut error = ApiError::new(429, "TooManyRequests", message);
+    error.details = json!({ "causes": [{ "reason": "DisruptionBudget" }] });
+    error.retry_after = retry_after;
+    error
+}
+
+/// Takes one disruption from the pod's PodDisruptionBudget, if it has one (`EvictionREST.checkAndDecrement`).
+fn take_from_budget(store: &mut Store, key: &Key, pod: &Value) -> Result<(), ApiError> {
+    let Some(kind) = Kind::of_resource("poddisruptionbudgets") else { return Ok(()) };
+    let selects = |budget: &Value| {
+        let labels = budget["spec"]["selector"]["matchLabels"].as_object();
+        labels.is_some_and(|labels| labels.iter().all(|(k, v)| pod["metadata"]["labels"].get(k) == Some(v)))
+    };
+    let list = store.list(kind, Some(&key.namespace), store.version())?;
+    let mut budgets = list.into_iter().filter(|(_, budget)| selects(budget));
+    let Some((budget_key, budget)) = budgets.next() else { return Ok(()) };
+    if budgets.next().is_some() {
+        let message = "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support.";
+        return Err(ApiError::new(500, "InternalError", message));
+    }
+    let status = &budget["status"];
+    if status["observedGeneration"].as_i64().unwrap_or(0)
+        < budget["metadata"]["generation"].as_i64().unwrap_or(1)
+    {
+        return Err(disrupts(Some(10)));
+    }
+    let allowed = status["disruptionsAllowed"].as_i64().unwrap_or(0);
+    if allowed <= 0 {
+        return Err(disrupts(None));
+    }
+    let (budget_key, mut budget) = (budget_key.clone(), (*budget).clone());
+    drop(budgets);
+    budget["status"]["disruptionsAllowed"] = json!(allowed - 1);
+    budget["status"]["disruptedPods"][&key.name] = json!(rules::now());
+    store.put(&budget_key, budget);
     Ok(())
 }

@@ -12,10 +12,11 @@ use super::form::Form;
 use super::kinds::{Kind, Route};
 use super::objects;
 use super::select::Selector;
-use super::serve::{Port, Running};
+use super::serve::Running;
 use super::store::Key;
 use super::watch::Command;
 use super::{ApiError, Shared, write};
+use crate::port::Port;
 
 /// The server; see the module's documentation.
 #[derive(Debug)]
@@ -55,7 +56,7 @@ impl ApiServer {
     /// `http://127.0.0.1:PORT`.
     #[must_use]
     pub fn url(&self) -> String {
-        format!("http://{}", self.port.address)
+        format!("http://{}", self.port.address())
     }
 
     /// A kubeconfig for this server, as JSON, which is YAML as well.

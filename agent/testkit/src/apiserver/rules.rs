@@ -111,7 +111,10 @@ pub fn prepare_new(kind: &Kind, body: &mut Value) {
             body["spec"]["finalizers"] = json!(["kubernetes"]);
             body["status"] = json!({ "phase": "Active" });
         }
-        "poddisruptionbudgets" => body["status"] = Value::Null,
+        "poddisruptionbudgets" => {
+            body["metadata"]["generation"] = json!(1);
+            body["status"] = Value::Null;
+        }
         _ => {}
     }
 }

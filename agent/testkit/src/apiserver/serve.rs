@@ -1,51 +1,17 @@
 //! The thread that serves, on a port that stays ours while it is away.
 
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};
-use std::os::fd::OwnedFd;
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::Result;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, listen, socket_with, sockopt};
 use tokio::sync::oneshot;
 
 use super::{Shared, http};
-
-/// A port of 127.0.0.1 that nobody else gets. While no server listens on it, connections are refused.
-#[derive(Debug)]
-pub(super) struct Port {
-    pub(super) address: SocketAddrV4,
-    _held: OwnedFd,
-}
-
-impl Port {
-    pub(super) fn reserve() -> Result<Self> {
-        let held = bound(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))?;
-        let address = getsockname(&held).context("which port is it?")?;
-        match SocketAddr::try_from(address)? {
-            SocketAddr::V4(address) => Ok(Self { address, _held: held }),
-            other => bail!("bound to {other} instead of 127.0.0.1"),
-        }
-    }
-
-    /// A second socket may listen on the address: both set SO_REUSEADDR, and the first does not listen (socket(7)).
-    fn listen(&self) -> Result<TcpListener> {
-        let socket = bound(self.address)?;
-        listen(&socket, 1024).with_context(|| format!("cannot listen on {}", self.address))?;
-        Ok(TcpListener::from(socket))
-    }
-}
-
-fn bound(address: SocketAddrV4) -> Result<OwnedFd> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None)?;
-    sockopt::set_socket_reuseaddr(&socket, true)?;
-    bind(&socket, &address).with_context(|| format!("cannot bind {address}"))?;
-    Ok(socket)
-}
+use crate::port::Port;
 
 /// A server at work. Dropping it ends its connections at once.
 #[derive(Debug)]

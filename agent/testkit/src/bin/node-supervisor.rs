@@ -18,6 +18,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use nobypass_testkit::{cgroup, wait};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change};
 use rustix::process::{Pid, Signal, WaitOptions};
 
@@ -95,7 +96,7 @@ fn supervise(order: &Order) -> Result<()> {
         reap();
         let step = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
         match poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(&step)) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+            Ok(0) | Err(Errno::INTR) => continue,
             other => other?,
         };
         let mut bytes = [0; 64];
@@ -159,7 +160,9 @@ fn private_mounts(order: &Order) -> Result<()> {
     if order.bpf {
         mount("bpf", "/sys/fs/bpf", "bpf", MountFlags::empty(), c"mode=700")
             .context("bpffs on /sys/fs/bpf")?;
-        mount("tracefs", "/sys/kernel/tracing", "tracefs", MountFlags::empty(), None).context("tracefs")?;
+        // Where the machine has it already, the kernel refuses a second one in the same place: EBUSY.
+        let tracing = mount("tracefs", "/sys/kernel/tracing", "tracefs", MountFlags::empty(), None);
+        tracing.or_else(|error| if error == Errno::BUSY { Ok(()) } else { Err(error) }).context("tracefs")?;
     }
     Ok(())
 }

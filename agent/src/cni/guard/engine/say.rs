@@ -22,9 +22,11 @@ impl Engine {
         let before = &self.summary;
         let version = before.version + u64::from(before.active != active || before.content != content);
         let protection = match files {
-            Protection::Protected if self.config.verify && self.loaded != Some(version) => {
-                Protection::Unprotected
-            }
+            // As long as the runtime has not said so of this very file, pods may get what was there before.
+            Protection::Protected if self.config.verify => match self.loaded {
+                Some((asked, says)) if asked == version => says,
+                _ => Protection::Unprotected,
+            },
             files => files,
         };
         self.window.set(protection, now);

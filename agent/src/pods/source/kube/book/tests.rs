@@ -22,7 +22,7 @@ fn deleted(n: u32) -> Change<Pod> {
     }
 }
 
-fn namespace(name: &str, labels: Value) -> Namespace {
+fn namespace(name: &str, labels: &Value) -> Namespace {
     serde_json::from_value(json!({"metadata": {"name": name, "labels": labels}})).unwrap()
 }
 
@@ -81,16 +81,16 @@ fn namespaces_reach_their_pods_in_any_order() {
     let mut book = book();
     assert_eq!(told(book.pod(pod(1, "n1", "a"))), [(uid(1), Some("?".into()))], "nobody has told yet");
     book.namespace(Change::Listing);
-    let ambient = || Change::Applied(namespace("ns1", json!({"mesh": "ambient", "x": "y"})));
+    let ambient = || Change::Applied(namespace("ns1", &json!({"mesh": "ambient", "x": "y"})));
     assert_eq!(told(book.namespace(ambient())), [(uid(1), Some("ambient".into()))]);
     assert_eq!(told(book.namespace(ambient())), []);
     assert_eq!(told(book.pod(pod(2, "n1", "a"))), [(uid(2), Some("?".into()))]);
     assert_eq!(told(book.namespace(Change::Listed)), [(uid(2), Some("-".into()))], "known to have none");
     // Toggled while the pod runs, and taken away with the namespace.
-    let off = Change::Applied(namespace("ns1", json!({"mesh": "none"})));
+    let off = Change::Applied(namespace("ns1", &json!({"mesh": "none"})));
     assert_eq!(told(book.namespace(off)), [(uid(1), Some("none".into()))]);
     assert_eq!(
-        told(book.namespace(Change::Deleted(namespace("ns1", json!({}))))),
+        told(book.namespace(Change::Deleted(namespace("ns1", &json!({}))))),
         [(uid(1), Some("-".into()))]
     );
 }
@@ -99,7 +99,7 @@ fn namespaces_reach_their_pods_in_any_order() {
 fn a_namespace_listing_forgets_what_it_does_not_name() {
     let mut book = book();
     book.pod(pod(1, "n1", "a"));
-    for change in [Change::Listing, Change::Applied(namespace("ns1", json!({"mesh": "on"}))), Change::Listed]
+    for change in [Change::Listing, Change::Applied(namespace("ns1", &json!({"mesh": "on"}))), Change::Listed]
     {
         book.namespace(change);
     }
@@ -112,7 +112,7 @@ fn namespaces_without_anything_of_interest_cost_nothing() {
     let mut book = book();
     book.namespace(Change::Listing);
     for n in 0..5_000 {
-        book.namespace(Change::Applied(namespace(&format!("n{n}"), json!({"team": "x"}))));
+        book.namespace(Change::Applied(namespace(&format!("n{n}"), &json!({"team": "x"}))));
     }
     book.namespace(Change::Listed);
     assert!(book.namespaces.known.is_empty() && book.namespaces.named.is_none());

@@ -1,0 +1,138 @@
+//! `cargo xtask vm`: the kernel tests on other kernels, in small virtual machines.
+//!
+//! A machine has this machine's programs, the tests as they were built for it, and nothing else: no disk, no network.
+
+mod initramfs;
+mod kernel;
+mod level;
+mod machine;
+mod modules;
+mod programs;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context as _, Result};
+
+use crate::exec::in_ci;
+use crate::setup::{self, BUILD, KERNEL, VM};
+use crate::tally::Tally;
+use crate::workspace::Workspace;
+use initramfs::Initramfs;
+use kernel::{Kernel, SERIES, Store};
+pub use level::Level;
+use machine::Machine;
+use programs::Built;
+
+/// Takes the name of a kernel series.
+pub fn series(text: &str) -> Result<String, String> {
+    if kernel::is_series(text) {
+        Ok(text.to_owned())
+    } else {
+        Err("a series is named as 6.12, or `newest`".into())
+    }
+}
+
+/// Runs the tests of a level on each kernel; `filter` goes to the test programs as it is.
+///
+/// Kernels that cannot be had are skipped with their name, or failures where `required` or with CI=true.
+pub fn run(series: &[String], level: Level, filter: &[String], required: bool) -> Result<Tally> {
+    let required = required || in_ci();
+    let lacking = setup::ensure(&[BUILD, KERNEL, VM].concat()).err().map(|lacking| lacking.reason());
+    if let Some(reason) = level::ruled_out().or(lacking) {
+        return Ok(not_run("vm", &reason, required));
+    }
+    let store = match Store::open() {
+        Ok(store) => store,
+        Err(error) => return Ok(not_run("vm", &format!("{error:#}"), required)),
+    };
+    let workspace = Workspace::read()?;
+    let Some(built) = Built::new(&workspace, level)? else { return Ok(Tally::FAILED) };
+    let work = Work::new(&workspace)?;
+    let base = base(&built, &work, level, filter)?;
+    let mut total = Tally::default();
+    let series: Vec<&str> =
+        if series.is_empty() { SERIES.to_vec() } else { series.iter().map(String::as_str).collect() };
+    for series in series {
+        let name = format!("vm {series} {level}");
+        total += match store.get(series) {
+            Ok(kernel) => run_on(&kernel, &base, &work, level, &name)?,
+            Err(error) => not_run(&name, &format!("{error:#}"), required),
+        };
+    }
+    Ok(total)
+}
+
+fn not_run(name: &str, reason: &str, required: bool) -> Tally {
+    if required {
+        println!("== {name}: FAILED, it is required: {reason}");
+        Tally::FAILED
+    } else {
+        println!("== {name}: skipped: {reason}");
+        Tally::SKIPPED
+    }
+}
+
+/// What is the same for each kernel.
+fn base(built: &Built, work: &Work, level: Level, filter: &[String]) -> Result<Initramfs> {
+    let mut base = Initramfs::new();
+    programs::add(&mut base, built, work.dir())?;
+    let busybox = crate::exec::find_program("busybox").context("no busybox")?;
+    base.copy(Path::new("/vm/busybox"), &busybox)?;
+    base.bytes("/vm/init", 0o755, include_str!("init.sh"));
+    base.bytes("/vm/run", 0o644, level.script(built, filter)?);
+    base.bytes("/vm/limit", 0o644, level.limit().as_secs().to_string());
+    Ok(base)
+}
+
+fn run_on(kernel: &Kernel, base: &Initramfs, work: &Work, level: Level, name: &str) -> Result<Tally> {
+    println!("== {name}: Linux {}", kernel.release);
+    let start = Instant::now();
+    let mut initramfs = base.clone();
+    let mut order = String::new();
+    for (module, bytes) in modules::with_dependencies(&kernel.modules, level.modules())? {
+        initramfs.bytes(&format!("/vm/lib/{module}.ko"), 0o644, bytes);
+        order.push_str(&module);
+        order.push('\n');
+    }
+    initramfs.bytes("/vm/modules", 0o644, order);
+    let file = work.dir().join("initramfs");
+    initramfs.save(&file)?;
+    let machine = Machine {
+        image: &kernel.image,
+        initramfs: &file,
+        memory_mib: level.memory_mib(),
+        cpus: 2,
+        limit: level.limit(),
+        console: &work.dir().join("console"),
+    };
+    let outcome = machine.run()?;
+    if let Some(trouble) = outcome.trouble {
+        println!("== {name}: {trouble}");
+    }
+    println!("== {name}: {} ({} s)", outcome.tally, start.elapsed().as_secs());
+    Ok(outcome.tally)
+}
+
+/// A directory for this run alone, removed in the end.
+struct Work(PathBuf);
+
+impl Work {
+    fn new(workspace: &Workspace) -> Result<Self> {
+        let dir = workspace.target_dir.join("vm").join(std::process::id().to_string());
+        fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        Ok(Self(dir))
+    }
+
+    fn dir(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // What is left lies in the target directory.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
