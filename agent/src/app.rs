@@ -333,8 +333,14 @@ impl Agent<'_> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let mut registry =
-            metrics::registry(&dir, snapshots.clone(), Arc::clone(&health), self.cni_metrics.as_ref())?;
+        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
+        let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
+            return Ok(());
+        };
+        let _ = context.tracker.set(handle.clone());
+        let sources =
+            metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
+        let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -361,27 +367,8 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
-        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
-        let place = remedies::Place {
-            limits: self.config.remedies.remedies(),
-            desk: self.desk.as_ref(),
-            endpoint: self.endpoint.clone(),
-            client: self.cluster.clone(),
-            events: gate.events.clone(),
-            permissions: &permissions,
-            gate: gate.open.clone(),
-            states: handle.states.clone(),
-            proof: Arc::new(remedies::KernelProof {
-                maps: Maps::open(&dir)?,
-                findings: handle.findings.clone(),
-            }),
-            metrics: remedy_metrics,
-        };
-        remedies::spawn(tasks, place);
-        if let Some(desk) = &self.desk {
-            tasks.spawn(gate::follow_started(desk.summary(), snapshots.clone(), gate.started()));
-        }
-        let _ = context.tracker.set(handle);
+        let handle = (handle, remedy_metrics);
+        remedies::join(tasks, self, &dir, handle, (&gate, &permissions), snapshots.clone())?;
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
             tracker.run(pods, reports).await;

@@ -12,6 +12,7 @@ pub mod cluster;
 pub mod cni;
 pub mod config;
 pub mod detect;
+pub mod explain;
 pub mod mesh;
 pub mod metrics;
 pub mod node;

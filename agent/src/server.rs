@@ -1,6 +1,7 @@
 //! HTTP: `/livez /readyz /metrics` on a port, and those with the command line's routes on a Unix socket.
 
 pub mod listen;
+mod policy;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,7 +14,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use axum::{Json, Router};
-use nobypass_common::ids::{Mode, PodKind};
+use nobypass_common::ids::Mode;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
@@ -22,8 +23,7 @@ use crate::bpf::Maps;
 use crate::cni::desk::Desk;
 use crate::detect;
 use crate::detect::report::Report;
-use crate::policy::effective::Source;
-use crate::policy::{PodView, PolicyState, Snapshot};
+use crate::policy::{PolicyState, Snapshot};
 use crate::status::{self, HookStatus};
 use crate::telemetry::LevelHandle;
 
@@ -191,8 +191,9 @@ pub fn private(context: Arc<Context>) -> Router {
         .route("/v1/status", get(node_status))
         .route("/v1/cni", get(cni))
         .route("/v1/events", get(events))
-        .route("/v1/mode", put(set_mode).get(node_mode))
-        .route("/v1/policy", get(policy))
+        .route("/v1/explain", get(policy::explain))
+        .route("/v1/mode", put(policy::set_mode).get(policy::node_mode))
+        .route("/v1/policy", get(policy::policy))
         .route("/v1/log-level", put(log_level))
         .with_state(Arc::clone(&context))
         .merge(public(context))
@@ -234,8 +235,15 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
         return (StatusCode::SERVICE_UNAVAILABLE, format!("the agent is starting: {pending}\n"))
             .into_response();
     };
-    let snapshot = snapshots.borrow().clone();
-    match status::read(maps, context.health.hooks(), Some(&snapshot)) {
+    let (Some(tracker), Some(policy)) = (context.tracker.get(), context.policy.get()) else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response();
+    };
+    let known = status::Known {
+        snapshot: snapshots.borrow().clone(),
+        states: tracker.states.borrow().clone(),
+        policy: Arc::clone(&policy.borrow().effective),
+    };
+    match status::read(maps, context.health.hooks(), Some(&known)) {
         Ok(mut status) => {
             status.agent.pending = context.health.pending();
             status.agent.notes = context.health.notes();
@@ -271,62 +279,6 @@ async fn events(State(context): State<Arc<Context>>) -> Response {
         Some((Ok::<_, std::convert::Infallible>(line + "\n"), (reports, health)))
     });
     ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
-}
-
-async fn set_mode(State(context): State<Arc<Context>>, body: String) -> Response {
-    let wanted = body.trim();
-    let mode = Mode::ALL.iter().find(|mode| mode.label() == wanted).copied();
-    if mode.is_none() && wanted != BY_POLICY {
-        let says =
-            format!("{wanted:?} is no mode: off, audit, enforce, or {BY_POLICY} for what the policy says\n");
-        return (StatusCode::BAD_REQUEST, says).into_response();
-    }
-    let (done, result) = oneshot::channel();
-    let sent = context.set_mode.send(SetMode { mode, done }).await;
-    match (sent, result.await) {
-        (Ok(()), Ok(Ok(()))) => mode_now(&context).into_response(),
-        (Ok(()), Ok(Err(why))) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{why}\n")).into_response(),
-        _ => (StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping\n").into_response(),
-    }
-}
-
-/// The node's mode and where it comes from, in a line; and who has another one.
-fn mode_now(context: &Context) -> String {
-    let Some(policy) = context.policy.get() else { return String::new() };
-    let effective = Arc::clone(&policy.borrow().effective);
-    let mode = Mode::from(effective.mode).label();
-    let own = context.snapshots.get().map_or(0, |snapshots| {
-        let pods = Arc::clone(&snapshots.borrow().pods);
-        let own = |view: &&Arc<PodView>| {
-            view.kind == PodKind::Meshed && view.choice.as_ref().is_some_and(|choice| choice.own.is_some())
-        };
-        pods.values().filter(own).count()
-    });
-    let mut text = format!("{mode}\n");
-    if effective.mode_source == Source::Hand {
-        let without = Mode::from(effective.mode_without_hand).label();
-        text.push_str(&format!(
-            "set by hand: holds until the policy file changes, the agent starts anew, or `nobypass mode {BY_POLICY}`, \
-             which makes it {without}\n"
-        ));
-    }
-    if own > 0 {
-        text.push_str(&format!(
-            "{own} meshed pods have a mode of their own and keep it, see `nobypass status`\n"
-        ));
-    }
-    text
-}
-
-async fn node_mode(State(context): State<Arc<Context>>) -> Response {
-    mode_now(&context).into_response()
-}
-
-async fn policy(State(context): State<Arc<Context>>) -> Response {
-    match context.policy.get() {
-        Some(policy) => Json(policy.borrow().shown()).into_response(),
-        None => (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response(),
-    }
 }
 
 async fn log_level(State(context): State<Arc<Context>>, body: String) -> Response {

@@ -6,6 +6,7 @@ mod client;
 mod cni;
 mod events;
 pub mod exit;
+mod explain;
 mod mode;
 mod policy;
 mod preflight;
@@ -53,6 +54,8 @@ enum Command {
     Status(status::Args),
     /// Show bypasses as they happen
     Events(events::Args),
+    /// Explain one pod: why its verdict is what it is, and what to do
+    Explain(explain::Args),
     /// Show or change what happens to a bypass: off, audit or enforce
     Mode(mode::Args),
     /// Check a policy file, or show the policy of this node
@@ -88,6 +91,7 @@ pub fn main() -> Exit {
         Command::Agent(args) => agent::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Events(args) => events::run(&args),
+        Command::Explain(args) => explain::run(&args),
         Command::Mode(args) => mode::run(&args),
         Command::Policy(args) => policy::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
