@@ -96,6 +96,7 @@ fn a_pod_that_started_before_the_plugin_gets_well_without_a_restart() {
     proxy_is_up(&node, &later);
     assert_eq!(connect(&node, &later, "app").saw(), "mesh");
     assert_eq!(agent.metrics().sum("pods_started_unprotected_total", &[]), 1, "only those from before");
+    assert!(agent.terminate().success());
     node.stop().unwrap();
 }
 
@@ -127,6 +128,7 @@ fn a_plugin_that_fails_or_hangs_is_reported_and_leads_on() {
     assert_eq!(connect(&node, &pod, "app").saw(), "plain");
     agent.line(&["remedy", "pod=unlucky", "RepairFailed", "did not end within 1s and was killed"]);
     assert_eq!(rules(), before, "nothing half done");
+    assert!(agent.terminate().success());
     node.stop().unwrap();
 }
 
@@ -152,5 +154,6 @@ fn many_pods_that_started_before_the_plugin_are_all_repaired() {
     assert_eq!(calls(&node, "ADD"), PODS, "once each");
     assert_eq!(metrics.sum("remedy_actions_total", &[("action", "evict")]), 0, "{metrics:?}");
     assert_eq!(metrics.sum("pods_started_unprotected_total", &[]), u64::try_from(PODS).unwrap());
+    assert!(agent.terminate().success());
     node.stop().unwrap();
 }

@@ -61,7 +61,7 @@ pub(super) fn join(
     let (sender, subjects) = watch::channel(Arc::from(Vec::new()));
     let limits = permissions::remedies(tasks, permissions, agent.config.remedies.remedies());
     let inputs = Inputs { subjects, gate: gate.open.clone(), limits };
-    tasks.spawn(follow_states(tracker.states, sender));
+    tasks.spawn(follow_states(tracker.states, agent.plan.runtime(), sender));
     tasks.spawn(async move {
         shell::run(hands, inputs).await;
         ("remedies", Ok(()))
@@ -72,11 +72,16 @@ pub(super) fn join(
     Ok(())
 }
 
-async fn follow_states(mut states: watch::Receiver<PodStates>, out: watch::Sender<Arc<[Subject]>>) -> Ended {
+/// `runtime`: there is a container runtime that will tell each pod's sandbox.
+async fn follow_states(
+    mut states: watch::Receiver<PodStates>,
+    runtime: bool,
+    out: watch::Sender<Arc<[Subject]>>,
+) -> Ended {
     loop {
         let pods = Arc::clone(&states.borrow_and_update().pods);
         let now = (Instant::now(), monotonic_ns());
-        let mut all: Vec<Subject> = pods.values().map(|state| subject(state, now)).collect();
+        let mut all: Vec<Subject> = pods.values().map(|state| subject(state, runtime, now)).collect();
         all.sort_by_key(|subject| subject.pod.cgroup);
         // Instants are made of ages and never quite the same.
         out.send_replace(all.into());
@@ -86,7 +91,7 @@ async fn follow_states(mut states: watch::Receiver<PodStates>, out: watch::Sende
     }
 }
 
-fn subject(state: &PodState, (now, now_ns): (Instant, u64)) -> Subject {
+fn subject(state: &PodState, runtime: bool, (now, now_ns): (Instant, u64)) -> Subject {
     let view = &state.pod;
     let facts = view.facts.as_deref();
     let pod = Pod {
@@ -101,7 +106,12 @@ fn subject(state: &PodState, (now, now_ns): (Instant, u64)) -> Subject {
     };
     Subject {
         pod: Arc::new(pod),
-        seen: seen(state, now, now_ns),
+        // What pins remember of a pod comes before anybody has said who that is.
+        seen: if facts.is_none() || (runtime && view.sandbox.is_none()) {
+            Seen::Unknown
+        } else {
+            seen(state, now, now_ns)
+        },
         terminating: facts.is_some_and(|facts| facts.terminating || facts.is_finished()),
         labelled: facts.is_some_and(|facts| facts.labels.get(LABEL).is_some()),
     }
