@@ -9,6 +9,7 @@ use anyhow::Result;
 use crate::exec::{self, succeeds};
 use crate::snapshot::Snapshot;
 use crate::tally::Tally;
+use crate::vm::{self, Level, NEWEST, SERIES};
 use crate::workspace::Workspace;
 use crate::{demo, lint, setup, test};
 
@@ -28,6 +29,10 @@ pub fn run() -> Tally {
     total += step("lint", lint::run);
     total += step("test", || test::run(&[], &[]));
     total += step("demo", run_demo);
+    total += step("other kernels", || vm::run(&[], Level::Object, &[], true));
+    let ends = [SERIES[0], NEWEST].map(str::to_owned);
+    total +=
+        step("the agent on the oldest and the newest kernel", || vm::run(&ends, Level::Agent, &[], true));
     total += step("nothing left behind", || Ok(check_leftovers(&before, &id)));
     total
 }

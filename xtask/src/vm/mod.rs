@@ -20,7 +20,8 @@ use crate::setup::{self, BUILD, KERNEL, VM};
 use crate::tally::Tally;
 use crate::workspace::Workspace;
 use initramfs::Initramfs;
-use kernel::{Kernel, SERIES, Store};
+use kernel::{Kernel, Store};
+pub use kernel::{NEWEST, SERIES};
 pub use level::Level;
 use machine::Machine;
 use programs::Built;
@@ -105,7 +106,8 @@ fn run_on(kernel: &Kernel, base: &Initramfs, work: &Work, level: Level, name: &s
         memory_mib: level.memory_mib(),
         cpus: 2,
         limit: level.limit(),
-        console: &work.dir().join("console"),
+        // Kept, for who wants to see why a kernel stopped.
+        console: &work.dir().with_file_name(format!("{}-{level}.console", kernel.release)),
     };
     let outcome = machine.run()?;
     if let Some(trouble) = outcome.trouble {
