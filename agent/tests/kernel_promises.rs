@@ -27,7 +27,7 @@ use nobypass_testkit::netns::{FAR4, Netns, world_with_pod};
 use nobypass_testkit::traffic::Traffic;
 use nobypass_testkit::wait;
 use support::agent::Agent;
-use support::machine::Machine;
+use support::machine::{Machine, pins_tracepoints};
 
 const PORT: u16 = 8080;
 const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
@@ -79,7 +79,8 @@ fn no_first_packet_of_a_brand_new_pod_gets_out() {
     let args = ["--mode", "enforce", "--unknown-pods", "hold", "--hold-ms", "60000"];
     let agent = machine.launch().args(args).start().attached();
     world.count_syns().unwrap();
-    let tries = tries();
+    // Without an agent and tracepoints that outlive it, entries of pods that are gone stay: 1024 is what the map holds.
+    let tries = if pins_tracepoints() { tries() } else { tries().min(400) };
     for enter in ["procs", "clone3"] {
         assert_eq!(first_packets(&machine, &pod.ns, enter, tries), (tries, 0), "by {enter}, agent alive");
     }
