@@ -43,7 +43,9 @@ pub struct Outcome {
 impl Machine<'_> {
     /// Runs to the end, passing the results through as they come.
     pub fn run(&self, say: Say<'_>) -> Result<Outcome> {
-        let mut qemu = tool("qemu-system-x86_64");
+        // It ends with us, however we end.
+        let mut qemu = tool("setpriv");
+        qemu.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
         // Software emulation is slow but the same everywhere. KVM is not: a nested one may be there and hang.
         qemu.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-nodefaults", "-no-user-config"]);
         qemu.args(["-display", "none", "-no-reboot", "-nic", "none"]);
