@@ -77,7 +77,7 @@ fn show(pod: &PodFacts, membership: &Membership, profiles: &Profiles) -> String 
 
 fn show_meshed(pod: &PodFacts, meshed: &Meshed, profiles: &Profiles) -> String {
     let Meshed { profile, proxy_uid, proxy_gid, outbound_port, inbound_port, families, .. } = meshed;
-    let own = profiles.get(profile).expect("a profile");
+    let own = profiles.named(profile).expect("a profile");
     let mut text = format!("meshed {profile}: ");
     text += match meshed.mode {
         crate::mesh::profile::Mode::Cni => "cni, ",
