@@ -4,13 +4,16 @@
 //! silently. The pins stay: enforcement goes on without an agent.
 
 mod follow;
+mod gate;
 mod keep;
 mod older;
+mod permissions;
 pub mod pods;
 mod policy;
 mod probes;
 mod probing;
 mod react;
+mod remedies;
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -31,6 +34,7 @@ use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
 use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
 use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
+use crate::cluster::access::Permissions;
 use crate::cni;
 use crate::config::Config;
 use crate::detect;
@@ -81,6 +85,9 @@ pub enum AppError {
     Endpoint(#[from] endpoint::EndpointError),
     /// See the kind.
     #[error(transparent)]
+    Gate(#[from] gate::GateError),
+    /// See the kind.
+    #[error(transparent)]
     Cni(cni::install::ContractError),
     /// See the kind.
     #[error(transparent)]
@@ -104,6 +111,7 @@ impl AppError {
             Self::Pods(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
             Self::Cni(_)
+            | Self::Gate(_)
             | Self::Parent(_)
             | Self::Profiles(_)
             | Self::Policy(_)
@@ -130,6 +138,7 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
     tracing::info!(policy = ?loader.state().effective, file = ?config.policy, "policy");
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
     let plan = pods::plan(config)?;
+    gate::check(&config.gate, cni.is_some(), plan.node().is_some())?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
     // Before the kubelet is waited for: what is missing is to be known now.
@@ -233,6 +242,19 @@ impl Agent<'_> {
         tasks.spawn(
             async move { ("server", serve(tcp, unix, serving).await.map_err(|error| error.to_string())) },
         );
+        let remedies = config.remedies.remedies();
+        let permissions =
+            permissions::spawn(&mut tasks, self.cluster.as_ref(), (&config.gate, &remedies), &health);
+        let place = gate::Place {
+            args: &config.gate,
+            desk: self.desk.as_ref(),
+            cluster: self.cluster.clone().zip(self.plan.node()),
+            permissions: &permissions,
+            socket: &config.socket,
+            health: &health,
+        };
+        // Before anything is waited for: what another boot left open is to be closed first.
+        let gate = gate::spawn(&mut tasks, place);
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
@@ -245,7 +267,7 @@ impl Agent<'_> {
         let (apply, changes) = mpsc::channel(1);
         let health = Arc::clone(&context.health);
         tasks.spawn(follow_policy(loader, told, keys.clone(), mode_changes, apply, health));
-        self.spawn(&mut tasks, parts, parents, (keys, changes), &context)?;
+        self.spawn(&mut tasks, parts, parents, (keys, changes), &context, (gate, permissions))?;
         tokio::select! {
             () = &mut stop => {
                 tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
@@ -311,13 +333,22 @@ impl Agent<'_> {
         parents: Vec<PodParent>,
         (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
+        (gate, permissions): (gate::Parts, Permissions),
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
-        let mut registry =
-            metrics::registry(&dir, snapshots.clone(), Arc::clone(&health), self.cni_metrics.as_ref())?;
+        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
+        let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
+            return Ok(());
+        };
+        let (remedy_states, findings) = (handle.states.clone(), handle.findings.clone());
+        let _ = context.tracker.set(handle);
+        let sources =
+            metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
+        let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
         let mut probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
+        probes.probing.findings = Some(findings.clone());
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -328,10 +359,14 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
+        let mut wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
+        wanted.keys.extend([crate::remedy::kube::LABEL]);
         let (client, endpoint) = (self.cluster.as_ref(), self.endpoint.as_ref());
         let states = pods::spawn(tasks, &self.plan, client, endpoint, &wanted, nudges, updates);
         registry.register_collector(Box::new(states.clone()));
+        gate.register(&mut registry);
+        permissions.register(&mut registry);
+        let remedy_metrics = remedies::metrics(&mut registry);
         let _ = context.registry.set(registry);
         tasks.spawn(async move {
             let ended = keeper.run(cgroup_events, pod_updates, probes.refusals).await;
@@ -341,9 +376,22 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
-        let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
-        probes.probing.findings = Some(handle.findings.clone());
-        let _ = context.tracker.set(handle);
+        let place = remedies::Place {
+            limits: self.config.remedies.remedies(),
+            desk: self.desk.as_ref(),
+            endpoint: self.endpoint.clone(),
+            client: self.cluster.clone(),
+            events: gate.events.clone(),
+            permissions: &permissions,
+            gate: gate.open.clone(),
+            states: remedy_states,
+            proof: Arc::new(remedies::KernelProof { maps: Maps::open(&dir)?, findings }),
+            metrics: remedy_metrics,
+        };
+        remedies::spawn(tasks, place);
+        if let Some(desk) = &self.desk {
+            tasks.spawn(gate::follow_started(desk.summary(), snapshots.clone(), gate.started()));
+        }
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
             tracker.run(pods, reports).await;

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use nobypass_common::ids::{Mode, UnknownPolicy};
 
 use crate::bpf::pins::DEFAULT_DIR;
+use crate::node::flags::GateArgs;
+use crate::remedy::flags::RemedyArgs;
 use crate::server::DEFAULT_SOCKET;
 use crate::telemetry::LogFormat;
 
@@ -131,6 +133,10 @@ pub struct Config {
     /// How to reach the API server [default: the pod's service account]
     #[arg(long, env = "NOBYPASS_KUBECONFIG", value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
+    #[command(flatten)]
+    pub gate: GateArgs,
+    #[command(flatten)]
+    pub remedies: RemedyArgs,
     /// The container runtime's socket [default: the first that exists of the usual ones]
     #[arg(long, env = "NOBYPASS_CRI_ENDPOINT", value_name = "SOCKET")]
     pub cri_endpoint: Option<String>,

@@ -7,7 +7,7 @@ use std::fmt::{self, Debug};
 use std::sync::Arc;
 
 use nobypass_common::abi::PodCounters;
-use nobypass_common::ids::{COUNTERS, Counter, Mode, PodKind, V4, V6};
+use nobypass_common::ids::{COUNTERS, Counter, Mode, PodKind};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
@@ -16,11 +16,14 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
+mod policy;
+
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Maps};
 use crate::cni;
-use crate::detect::verdict::{PodVerdict, count, mode_label, of_pod, reason, worst};
-use crate::policy::Snapshot;
+use crate::detect::verdict::{PodVerdict, count, mode_label};
+use crate::detect::{Family, PodState, PodStates, Reason};
+use crate::policy::{PolicyState, Snapshot};
 use crate::server::Health;
 use crate::sys::clock::monotonic_ns;
 
@@ -35,22 +38,33 @@ const RETRIES: usize = 3;
 /// [`BpfError::Map`].
 pub fn registry(
     dir: &PinDir,
-    snapshots: watch::Receiver<Snapshot>,
-    health: Arc<Health>,
+    sources: Sources,
     cni: Option<&cni::metrics::Metrics>,
 ) -> Result<Registry, BpfError> {
     let mut registry = Registry::with_prefix(PREFIX);
     if let Some(cni) = cni {
         cni.register(&mut registry);
     }
-    registry.register_collector(Box::new(Node { maps: Maps::open(dir)?, snapshots, health }));
+    registry.register_collector(Box::new(Node { maps: Maps::open(dir)?, sources }));
     Ok(registry)
+}
+
+/// What tasks say about themselves and the pods.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    /// Pods.
+    pub snapshots: watch::Receiver<Snapshot>,
+    /// Verdicts.
+    pub states: watch::Receiver<PodStates>,
+    /// What holds.
+    pub policy: watch::Receiver<PolicyState>,
+    /// Readiness, hooks.
+    pub health: Arc<Health>,
 }
 
 struct Node {
     maps: Maps,
-    snapshots: watch::Receiver<Snapshot>,
-    health: Arc<Health>,
+    sources: Sources,
 }
 
 impl Debug for Node {
@@ -74,7 +88,10 @@ impl Collector for Node {
         self.connections(&mut encoder, &seen.sums)?;
         self.pods(&mut encoder, &seen)?;
         self.events(&mut encoder)?;
-        self.state(&mut encoder)
+        self.state(&mut encoder)?;
+        let snapshot = self.sources.snapshots.borrow().clone();
+        let hooks = self.sources.health.hooks();
+        policy::encode(&mut encoder, &self.sources.policy.borrow(), &snapshot, &hooks)
     }
 }
 
@@ -91,10 +108,10 @@ impl Node {
     fn read(&self) -> Seen {
         let mut turn = 0;
         loop {
-            let snapshot = self.snapshots.borrow().clone();
+            let snapshot = self.sources.snapshots.borrow().clone();
             let seen = self.read_with(&snapshot);
             turn += 1;
-            if self.snapshots.borrow().version == snapshot.version || turn > RETRIES {
+            if self.sources.snapshots.borrow().version == snapshot.version || turn > RETRIES {
                 return seen;
             }
         }
@@ -102,6 +119,7 @@ impl Node {
 
     fn read_with(&self, snapshot: &Snapshot) -> Seen {
         let now = monotonic_ns();
+        let states = Arc::clone(&self.sources.states.borrow().pods);
         let mut seen = Seen { sums: Sums::new(), bypassing: Vec::new(), pods: BTreeMap::new() };
         for ((namespace, mesh), sums) in snapshot.ledger.iter() {
             add(&mut seen.sums, namespace, mesh, sums);
@@ -112,18 +130,21 @@ impl Node {
             if view.kind != PodKind::Meshed && !view.unsupported {
                 continue;
             }
-            let verdicts = of_pod(&counters, view.unsupported, now);
-            *seen.pods.entry((view.mesh.to_string(), worst(verdicts).label())).or_default() += 1;
-            let flags = self.maps.policy(view.cgroup).map_or(0, |policy| policy.flags);
-            for (family, label) in [(V4, "ipv4"), (V6, "ipv6")] {
-                let verdict = verdicts.get(family).copied().unwrap_or(PodVerdict::Unknown);
-                if matches!(verdict, PodVerdict::Bypassing | PodVerdict::Partial) {
+            let state = states.get(&view.cgroup).filter(|state| state.is(view));
+            let state = match state {
+                Some(state) => state.with(&counters, now),
+                // The tracker has not heard of it yet.
+                None => PodState::new(Arc::clone(view), 0, now).with(&counters, now),
+            };
+            *seen.pods.entry((view.mesh.to_string(), state.verdict().label())).or_default() += 1;
+            for (family, of) in Family::ALL.iter().zip(&state.families) {
+                if matches!(of.verdict, PodVerdict::Bypassing | PodVerdict::Partial) {
                     seen.bypassing.push(vec![
                         ("namespace", view.namespace.to_string()),
                         ("pod", view.name.to_string()),
                         ("mesh", view.mesh.to_string()),
-                        ("family", label.into()),
-                        ("reason", reason(&counters, flags, family).into()),
+                        ("family", family.label().into()),
+                        ("reason", of.reason.map_or("", Reason::label).into()),
                     ]);
                 }
             }
@@ -252,12 +273,12 @@ impl Node {
             encoder,
             "events_dropped",
             "Items that the agent had to drop because a channel was full.",
-            self.health.dropped().map(|(channel, value)| (vec![("channel", channel.into())], value)),
+            self.sources.health.dropped().map(|(channel, value)| (vec![("channel", channel.into())], value)),
         )
     }
 
     fn state(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let hooks = self.health.hooks();
+        let hooks = self.sources.health.hooks();
         let hooks = hooks.iter().map(|hook| (vec![("hook", hook.hook.clone())], u64::from(hook.effective)));
         gauges(
             encoder,
@@ -278,7 +299,7 @@ impl Node {
             "Entries there is room for.",
             [(vec![("map", "policy".into())], u64::from(self.maps.capacity()))],
         )?;
-        let pending = self.health.pending();
+        let pending = self.sources.health.pending();
         gauges(
             encoder,
             "ready",

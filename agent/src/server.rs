@@ -1,6 +1,8 @@
 //! HTTP: `/livez /readyz /metrics` on a port, and those with the command line's routes on a Unix socket.
 
 pub mod listen;
+mod policy;
+pub mod probe;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,7 +15,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use axum::{Json, Router};
-use nobypass_common::ids::{Mode, PodKind};
+use nobypass_common::ids::Mode;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
@@ -22,9 +24,8 @@ use crate::bpf::Maps;
 use crate::cni::desk::Desk;
 use crate::detect;
 use crate::detect::report::Report;
-use crate::policy::effective::Source;
-use crate::policy::{PodView, PolicyState, Snapshot};
-use crate::probe::{Answer, Handle, Probed};
+use crate::policy::{PolicyState, Snapshot};
+use crate::probe::Handle;
 use crate::status::{self, HookStatus};
 use crate::telemetry::LevelHandle;
 
@@ -195,9 +196,10 @@ pub fn private(context: Arc<Context>) -> Router {
         .route("/v1/status", get(node_status))
         .route("/v1/cni", get(cni))
         .route("/v1/events", get(events))
-        .route("/v1/mode", put(set_mode).get(node_mode))
-        .route("/v1/policy", get(policy))
-        .route("/v1/probe", put(probe))
+        .route("/v1/explain", get(policy::explain))
+        .route("/v1/mode", put(policy::set_mode).get(policy::node_mode))
+        .route("/v1/policy", get(policy::policy))
+        .route("/v1/probe", put(probe::probe))
         .route("/v1/log-level", put(log_level))
         .with_state(Arc::clone(&context))
         .merge(public(context))
@@ -239,8 +241,15 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
         return (StatusCode::SERVICE_UNAVAILABLE, format!("the agent is starting: {pending}\n"))
             .into_response();
     };
-    let snapshot = snapshots.borrow().clone();
-    match status::read(maps, context.health.hooks(), Some(&snapshot)) {
+    let (Some(tracker), Some(policy)) = (context.tracker.get(), context.policy.get()) else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response();
+    };
+    let known = status::Known {
+        snapshot: snapshots.borrow().clone(),
+        states: tracker.states.borrow().clone(),
+        policy: Arc::clone(&policy.borrow().effective),
+    };
+    match status::read(maps, context.health.hooks(), Some(&known)) {
         Ok(mut status) => {
             status.agent.pending = context.health.pending();
             status.agent.notes = context.health.notes();
@@ -276,120 +285,6 @@ async fn events(State(context): State<Arc<Context>>) -> Response {
         Some((Ok::<_, std::convert::Infallible>(line + "\n"), (reports, health)))
     });
     ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
-}
-
-async fn set_mode(State(context): State<Arc<Context>>, body: String) -> Response {
-    let wanted = body.trim();
-    let mode = Mode::ALL.iter().find(|mode| mode.label() == wanted).copied();
-    if mode.is_none() && wanted != BY_POLICY {
-        let says =
-            format!("{wanted:?} is no mode: off, audit, enforce, or {BY_POLICY} for what the policy says\n");
-        return (StatusCode::BAD_REQUEST, says).into_response();
-    }
-    let (done, result) = oneshot::channel();
-    let sent = context.set_mode.send(SetMode { mode, done }).await;
-    match (sent, result.await) {
-        (Ok(()), Ok(Ok(()))) => mode_now(&context).into_response(),
-        (Ok(()), Ok(Err(why))) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{why}\n")).into_response(),
-        _ => (StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping\n").into_response(),
-    }
-}
-
-/// The answer to a probe.
-#[derive(Clone, Debug, serde::Serialize)]
-pub struct PodProbe {
-    /// The pod's namespace and name, empty where only its cgroup is known.
-    pub namespace: Box<str>,
-    /// See `namespace`.
-    pub pod: Box<str>,
-    /// Its mesh, empty for none.
-    pub mesh: Box<str>,
-    /// Its cgroup id.
-    pub cgroup: u64,
-    /// IPv4 and IPv6.
-    pub families: [FamilyProbe; 2],
-    /// How long it took, microseconds.
-    pub took_us: u64,
-}
-
-/// The answer to a probe for one family.
-#[derive(Clone, Debug, serde::Serialize)]
-pub struct FamilyProbe {
-    /// `ipv4` or `ipv6`.
-    pub family: &'static str,
-    /// The mesh redirects this family.
-    pub due: bool,
-    /// The answer.
-    #[serde(flatten)]
-    pub answer: Answer,
-}
-
-/// Asks the network of a pod, `namespace/name` or `cgroup:id`.
-async fn probe(State(context): State<Arc<Context>>, body: String) -> Response {
-    let (Some(handle), Some(snapshots)) = (context.probe.get(), context.snapshots.get()) else {
-        return (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response();
-    };
-    let wanted = body.trim();
-    let is_wanted = |view: &&Arc<PodView>| match wanted.strip_prefix("cgroup:") {
-        Some(id) => id.parse() == Ok(view.cgroup),
-        None => wanted.split_once('/') == Some((&*view.namespace, &*view.name)),
-    };
-    let Some(view) = snapshots.borrow().pods.values().find(is_wanted).cloned() else {
-        return (StatusCode::NOT_FOUND, format!("no pod {wanted:?} on this node\n")).into_response();
-    };
-    let Probed { answers: [v4, v6], took, .. } = handle.ask(view.cgroup).await;
-    let [v4_due, v6_due] = view.families;
-    Json(PodProbe {
-        namespace: view.namespace.clone(),
-        pod: view.name.clone(),
-        mesh: view.mesh.clone(),
-        cgroup: view.cgroup,
-        families: [
-            FamilyProbe { family: "ipv4", due: v4_due, answer: v4 },
-            FamilyProbe { family: "ipv6", due: v6_due, answer: v6 },
-        ],
-        took_us: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
-    })
-    .into_response()
-}
-
-/// The node's mode and where it comes from, in a line; and who has another one.
-fn mode_now(context: &Context) -> String {
-    let Some(policy) = context.policy.get() else { return String::new() };
-    let effective = Arc::clone(&policy.borrow().effective);
-    let mode = Mode::from(effective.mode).label();
-    let own = context.snapshots.get().map_or(0, |snapshots| {
-        let pods = Arc::clone(&snapshots.borrow().pods);
-        let own = |view: &&Arc<PodView>| {
-            view.kind == PodKind::Meshed && view.choice.as_ref().is_some_and(|choice| choice.own.is_some())
-        };
-        pods.values().filter(own).count()
-    });
-    let mut text = format!("{mode}\n");
-    if effective.mode_source == Source::Hand {
-        let without = Mode::from(effective.mode_without_hand).label();
-        text.push_str(&format!(
-            "set by hand: holds until the policy file changes, the agent starts anew, or `nobypass mode {BY_POLICY}`, \
-             which makes it {without}\n"
-        ));
-    }
-    if own > 0 {
-        text.push_str(&format!(
-            "{own} meshed pods have a mode of their own and keep it, see `nobypass status`\n"
-        ));
-    }
-    text
-}
-
-async fn node_mode(State(context): State<Arc<Context>>) -> Response {
-    mode_now(&context).into_response()
-}
-
-async fn policy(State(context): State<Arc<Context>>) -> Response {
-    match context.policy.get() {
-        Some(policy) => Json(policy.borrow().shown()).into_response(),
-        None => (StatusCode::SERVICE_UNAVAILABLE, "the agent is starting\n").into_response(),
-    }
 }
 
 async fn log_level(State(context): State<Arc<Context>>, body: String) -> Response {

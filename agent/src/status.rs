@@ -1,6 +1,7 @@
 //! The state of this node, for `nobypass status`: the same report from a running agent and from pins alone.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use nobypass_common::abi::{Config, PodCounters, PodPolicy};
 use nobypass_common::ids::{Counter, MODE_INHERIT, PodKind, UnknownPolicy, V4, V6};
@@ -9,8 +10,9 @@ use serde::{Deserialize, Serialize};
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Maps};
 use crate::detect::verdict::{PodVerdict, bypasses, count, dropped, mode_label, of_pod, reason, worst};
-use crate::policy::keeper::text;
-use crate::policy::{PodView, Snapshot};
+use crate::detect::{PodState, PodStates};
+use crate::policy::text;
+use crate::policy::{Effective, PodView, Snapshot};
 use crate::sys::clock::monotonic_ns;
 
 /// An agent that shows no sign of life for longer is not running.
@@ -23,6 +25,9 @@ pub struct Status {
     pub agent: AgentStatus,
     /// The node's mode.
     pub mode: String,
+    /// Where it comes from; empty without an agent.
+    #[serde(default)]
+    pub mode_source: String,
     /// What happens to connections of pods that nobody has classified yet.
     pub unknown_pods: String,
     /// The hooks.
@@ -77,6 +82,9 @@ pub struct PodStatus {
     pub reason: String,
     /// The mode in effect.
     pub mode: String,
+    /// Who says so: `pod`, `namespace_label`, `namespace_rule`, `node`; empty without an agent.
+    #[serde(default)]
+    pub mode_level: String,
     /// The worst verdict of its families.
     pub verdict: String,
     /// Verdict on IPv4, and why if it is bad.
@@ -104,17 +112,32 @@ pub struct FamilyStatus {
     pub verdict: String,
     /// Why it is bad; empty if it is not.
     pub reason: String,
+    /// Seconds since verdict and reason are these; `None` without an agent.
+    #[serde(default)]
+    pub since_seconds: Option<f64>,
     /// Seconds since the last redirect proof, if there was one.
     pub last_redirect_seconds: Option<f64>,
     /// Seconds since the last bypass, if there was one.
     pub last_bypass_seconds: Option<f64>,
 }
 
-/// Reads the report from the maps; a snapshot adds what only a running agent knows.
+/// What only a running agent knows.
+#[derive(Clone, Debug)]
+pub struct Known {
+    /// Pods.
+    pub snapshot: Snapshot,
+    /// Their verdicts.
+    pub states: PodStates,
+    /// What holds.
+    pub policy: Arc<Effective>,
+}
+
+/// Reads the report from the maps, and adds what only a running agent knows.
 ///
 /// # Errors
 /// [`BpfError::Map`].
-pub fn read(maps: &Maps, hooks: Vec<HookStatus>, snapshot: Option<&Snapshot>) -> Result<Status, BpfError> {
+pub fn read(maps: &Maps, hooks: Vec<HookStatus>, known: Option<&Known>) -> Result<Status, BpfError> {
+    let snapshot = known.map(|known| &known.snapshot);
     let now = monotonic_ns();
     let config = maps.config()?;
     let silent_ns = now.saturating_sub(maps.heartbeat()?);
@@ -132,8 +155,12 @@ pub fn read(maps: &Maps, hooks: Vec<HookStatus>, snapshot: Option<&Snapshot>) ->
         .map(|(id, policy)| {
             let counters = maps.counters(id).unwrap_or(PodCounters::ZERO);
             match snapshot.and_then(|snapshot| snapshot.pods.get(&id)) {
-                Some(view) => pod(id, &config, &policy, &counters, now, Some(view), None),
-                None => pod(id, &config, &policy, &counters, now, None, maps.name(id)),
+                Some(view) => {
+                    let state = known.and_then(|known| known.states.pods.get(&id));
+                    let state = state.filter(|state| state.is(view)).map(|state| state.with(&counters, now));
+                    pod(id, &config, &policy, &counters, now, (Some(view), state), None)
+                }
+                None => pod(id, &config, &policy, &counters, now, (None, None), maps.name(id)),
             }
         })
         .collect();
@@ -141,6 +168,7 @@ pub fn read(maps: &Maps, hooks: Vec<HookStatus>, snapshot: Option<&Snapshot>) ->
     Ok(Status {
         agent,
         mode: mode_label(config.mode).into(),
+        mode_source: known.map_or("", |known| known.policy.mode_source.label()).into(),
         unknown_pods: UnknownPolicy::from_code(config.unknown_policy)
             .map_or("invalid", UnknownPolicy::label)
             .into(),
@@ -177,19 +205,26 @@ fn pod(
     policy: &PodPolicy,
     counters: &PodCounters,
     now: u64,
-    view: Option<&std::sync::Arc<PodView>>,
+    (view, state): (Option<&Arc<PodView>>, Option<PodState>),
     name: Option<nobypass_common::abi::PodName>,
 ) -> PodStatus {
     let kind = PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown);
     let unsupported = view.is_some_and(|view| view.unsupported);
-    let verdicts = of_pod(counters, unsupported, now);
+    let verdicts = state.as_ref().map_or_else(|| of_pod(counters, unsupported, now), PodState::verdicts);
     let mode = if policy.mode == MODE_INHERIT { config.mode } else { policy.mode };
     let (namespace, pod_name, mesh) = match (view, name) {
         (Some(view), _) => (view.namespace.to_string(), view.name.to_string(), view.mesh.to_string()),
         (None, Some(name)) => (text(&name.namespace), text(&name.name), text(&name.mesh)),
         (None, None) => Default::default(),
     };
-    let family = |family: usize| family_status(counters, policy.flags, family, verdicts, now);
+    let family = |family: usize| {
+        let mut shown = family_status(counters, policy.flags, family, verdicts, now);
+        if let Some(of) = state.as_ref().and_then(|state| state.families.get(family)) {
+            shown.reason = of.reason.map_or("", |reason| reason.label()).into();
+            shown.since_seconds = Some(seconds(now.saturating_sub(of.since)));
+        }
+        shown
+    };
     PodStatus {
         namespace,
         name: pod_name,
@@ -198,6 +233,11 @@ fn pod(
         kind: kind.label().into(),
         reason: view.map_or_else(String::new, |view| view.reason.into()),
         mode: if kind == PodKind::Meshed { mode_label(mode).into() } else { String::new() },
+        mode_level: view
+            .and_then(|view| view.choice.as_ref())
+            .filter(|_| kind == PodKind::Meshed)
+            .map_or("", |choice| choice.level.label())
+            .into(),
         verdict: worst(verdicts).label().into(),
         v4: family(V4),
         v6: family(V6),
@@ -226,6 +266,7 @@ fn family_status(
     FamilyStatus {
         verdict: verdict.label().into(),
         reason: if bad { reason(counters, flags, family).into() } else { String::new() },
+        since_seconds: None,
         last_redirect_seconds: since(&counters.redirect_ns),
         last_bypass_seconds: since(&counters.bypass_ns),
     }

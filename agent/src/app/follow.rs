@@ -18,7 +18,7 @@ use crate::cgroup::watch as inotify;
 use crate::detect::report::{self, LogLimit, Report, report};
 use crate::pods::source::Nudge;
 use crate::policy::Snapshot;
-use crate::policy::keeper::text;
+use crate::policy::text;
 use crate::server::{Channel, Health};
 use crate::sys::clock::wall;
 use crate::sys::poll::readable;

@@ -4,8 +4,8 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-use crate::bpf::{BpfError, Maps};
 use crate::bpf::pins::{DEFAULT_DIR, PinDir};
+use crate::bpf::{BpfError, Maps};
 use crate::cgroup::root::{RootOptions, find};
 use crate::cli::exit::{Exit, fail, print};
 use crate::probe::client::remove_left_cgroup;
@@ -44,7 +44,8 @@ pub fn run(args: &Args) -> Exit {
 
 /// An empty directory, which an agent that was killed left and which harms nobody: best effort.
 fn remove_probes_cgroup(dir: &PinDir) {
-    let parents = Maps::open(dir).and_then(|maps| maps.config()).map(|config| config.parents.map(|of| of.cgroup_id));
+    let parents =
+        Maps::open(dir).and_then(|maps| maps.config()).map(|config| config.parents.map(|of| of.cgroup_id));
     if let (Ok(parents), Ok(root)) = (parents, find(&RootOptions::default())) {
         let parents: Vec<u64> = parents.into_iter().filter(|id| *id != 0).collect();
         let _ = remove_left_cgroup(&root.path, &parents);

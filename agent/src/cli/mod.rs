@@ -6,6 +6,8 @@ mod client;
 mod cni;
 mod events;
 pub mod exit;
+mod explain;
+mod manual;
 mod mode;
 mod policy;
 mod preflight;
@@ -14,6 +16,9 @@ mod status;
 mod table;
 mod validate;
 mod variables;
+
+use std::env::args_os;
+use std::ffi::OsString;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
@@ -51,10 +56,12 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 enum Command {
     /// Run the agent of this node
     Agent(Box<agent::Args>),
-    /// Show this node's pods and what their connections do
+    /// Show this node's pods and what their connections do; this is what `nobypass` alone does too
     Status(status::Args),
     /// Show bypasses as they happen
     Events(events::Args),
+    /// Explain one pod: why its verdict is what it is, and what to do
+    Explain(explain::Args),
     /// Show or change what happens to a bypass: off, audit or enforce
     Mode(mode::Args),
     /// Check a policy file, or show the policy of this node
@@ -75,6 +82,10 @@ enum Command {
     Cni(cni::Cni),
     /// Prove from inside a pod that its connections are redirected (an init container; no privileges)
     Validate(validate::Args),
+    /// Print a shell's completion script
+    Completions(manual::Completions),
+    /// Write the man pages into a directory
+    Man(manual::Man),
     /// Print the version
     Version,
 }
@@ -82,7 +93,11 @@ enum Command {
 /// Parses the process's arguments and runs the sub-command.
 pub fn main() -> Exit {
     let command = variables::without_empty(Cli::command());
-    let parsed = command.clone().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    // Alone it is the question that is asked most.
+    let status = [OsString::from("nobypass"), OsString::from("status")];
+    let args: Vec<OsString> = if args_os().len() < 2 { status.into() } else { args_os().collect() };
+    let parsed =
+        command.clone().try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
@@ -97,6 +112,7 @@ pub fn main() -> Exit {
         Command::Agent(args) => agent::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Events(args) => events::run(&args),
+        Command::Explain(args) => explain::run(&args),
         Command::Mode(args) => mode::run(&args),
         Command::Policy(args) => policy::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
@@ -112,6 +128,8 @@ pub fn main() -> Exit {
         }
         Command::Cni(command) => cni::main(&command),
         Command::Validate(args) => validate::run(&args),
+        Command::Completions(args) => manual::completions(&args, &Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

@@ -6,7 +6,7 @@ use nobypass_common::ids::Mode;
 use crate::bpf::Maps;
 use crate::bpf::pins::PinDir;
 use crate::cli::client::{Place, read, runtime, send};
-use crate::cli::exit::{Exit, fail, print};
+use crate::cli::exit::{Exit, fail, note, print};
 use crate::detect::verdict::mode_label;
 use crate::server::BY_POLICY;
 
@@ -57,7 +57,12 @@ pub fn run(args: &Args) -> Exit {
     let asked = runtime
         .block_on(async { read(send(&args.place.socket, method, "/v1/mode", name.to_owned()).await?).await });
     match asked {
-        Ok(text) => print(&text),
+        Ok(text) => {
+            // The mode alone, for scripts; what else is to be known, for people.
+            let (mode, more) = text.split_once('\n').unwrap_or((&text, ""));
+            more.lines().for_each(note);
+            print(&format!("{mode}\n"))
+        }
         Err(error) if error.is_absent() => {
             let Some(wanted) = args.mode else { return show(&args.place) };
             let dir = PinDir::new(&args.place.bpf_dir);

@@ -50,7 +50,7 @@ fn ask(socket: &Path) -> Result<Status, ClientError> {
 }
 
 fn text(status: &Status, all: bool, wide: bool) -> String {
-    let Status { agent, mode, unknown_pods, hooks, pods, totals } = status;
+    let Status { agent, mode, mode_source, unknown_pods, hooks, pods, totals } = status;
     let mut text = String::new();
     if agent.running && !agent.version.is_empty() {
         text.push_str(&format!("agent {} running", agent.version));
@@ -60,9 +60,13 @@ fn text(status: &Status, all: bool, wide: bool) -> String {
             agent.last_seen_seconds
         ));
     }
-    text.push_str(&format!(", mode {mode}, unknown pods {unknown_pods}\n"));
+    let source = if mode_source.is_empty() { String::new() } else { format!(" (by {mode_source})") };
+    text.push_str(&format!(", mode {mode}{source}, unknown pods {unknown_pods}\n"));
     for pending in &agent.pending {
         text.push_str(&format!("not ready: {pending}\n"));
+    }
+    for note in &agent.notes {
+        text.push_str(&format!("note: {note}\n"));
     }
     for hook in hooks.iter().filter(|hook| !hook.effective) {
         text.push_str(&format!("hook {} NOT IN EFFECT: {}\n", hook.hook, hook.reason));

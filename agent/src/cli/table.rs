@@ -25,7 +25,7 @@ impl Table {
 }
 
 /// Names come from the cluster: a control character in one must not reach the terminal.
-fn printable(cell: &str) -> String {
+pub fn printable(cell: &str) -> String {
     cell.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 

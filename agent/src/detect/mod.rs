@@ -1,6 +1,7 @@
 //! From evidence to words: verdicts of pods, reports of bypasses.
 
 pub mod evidence;
+pub mod recent;
 pub mod report;
 pub mod state;
 pub mod tracker;

@@ -10,6 +10,7 @@ use nobypass_common::abi::PodCounters;
 use tokio::sync::{broadcast, mpsc, watch};
 
 use super::evidence::{Evidence, Family, Reason};
+use super::recent::Recent;
 use super::report::Report;
 use super::state::{PodState, PodStates, Transition};
 use super::verdict::PodVerdict;
@@ -43,6 +44,7 @@ pub struct Tracker {
     states: HashMap<u64, PodState>,
     profiles: Arc<Profiles>,
     findings: mpsc::Receiver<Finding>,
+    recent: Arc<Recent>,
     out: watch::Sender<PodStates>,
     version: u64,
 }
@@ -54,6 +56,8 @@ pub struct Handle {
     pub states: watch::Receiver<PodStates>,
     /// For who looks at pods by other means. When it is full, whoever sends decides what may be lost.
     pub findings: mpsc::Sender<Finding>,
+    /// The last reports of each meshed pod.
+    pub recent: Arc<Recent>,
 }
 
 impl Tracker {
@@ -61,10 +65,10 @@ impl Tracker {
     pub fn new(maps: Maps) -> (Self, Handle) {
         let (out, states) = watch::channel(PodStates::default());
         let (sender, findings) = mpsc::channel(QUEUE);
-        (
-            Self { maps, states: HashMap::new(), profiles: Arc::default(), findings, out, version: 0 },
-            Handle { states, findings: sender },
-        )
+        let recent = Arc::<Recent>::default();
+        let handle = Handle { states, findings: sender, recent: Arc::clone(&recent) };
+        let profiles = Arc::default();
+        (Self { maps, states: HashMap::new(), profiles, findings, recent, out, version: 0 }, handle)
     }
 
     /// Works until the keeper ends, which is an error of the whole agent.
@@ -112,6 +116,7 @@ impl Tracker {
         // A cgroup of the same id may be another pod's by now.
         self.states.retain(|id, state| snapshot.pods.get(id).is_some_and(|pod| meshed(pod) && state.is(pod)));
         let mut changed = self.states.len() != before;
+        self.recent.retain(|id| self.states.contains_key(&id));
         let now = monotonic_ns();
         for (id, pod) in snapshot.pods.iter().filter(|(_, pod)| meshed(pod)) {
             let created = created(pod);
@@ -144,13 +149,14 @@ impl Tracker {
         self.evaluate(*cgroup)
     }
 
-    fn report(&mut self, report: &Report) -> bool {
+    fn report(&mut self, report: &Arc<Report>) -> bool {
         let Some(state) = self.states.get_mut(&report.cgroup) else { return false };
         let canaries =
             self.profiles.named(&state.pod.mesh).map_or(&[][..], |profile| &profile.validator.addresses);
         for sign in signs(report, canaries) {
             state.add(&sign);
         }
+        self.recent.keep(report.cgroup, report);
         self.evaluate(report.cgroup)
     }
 

@@ -1,13 +1,10 @@
 //! The verdict on a pod, per IP family, from what the kernel counted. Pure.
 
-use std::time::Duration;
-
 use nobypass_common::abi::{POD_GAP4, POD_GAP6, PodCounters};
 use nobypass_common::ids::{Counter, Mode, V4, V6, Verdict};
 use serde::Serialize;
 
-/// While proofs and bypasses are both younger than this, the pod does both.
-pub const RECENT: Duration = Duration::from_secs(60);
+use super::evidence::{FamilyEvidence, Reason, judge};
 
 /// What is known of a pod's connections of one family. Never inferred from silence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -42,28 +39,15 @@ impl PodVerdict {
     }
 }
 
-/// The verdict from the last proof and the last bypass of a family; times in ns of one clock, 0 = never.
+/// The verdict from the last proof and the last bypass of a family alone; times in ns of one clock, 0 = never.
 pub fn of_family(redirect_ns: u64, bypass_ns: u64, now_ns: u64) -> PodVerdict {
-    let recent = |at_ns: u64| Duration::from_nanos(now_ns.saturating_sub(at_ns)) < RECENT;
-    match (redirect_ns, bypass_ns) {
-        (0, 0) => PodVerdict::Unknown,
-        (_, 0) => PodVerdict::Redirected,
-        (0, _) => PodVerdict::Bypassing,
-        (proof, bypass) if proof > bypass => {
-            if recent(bypass) {
-                PodVerdict::Partial
-            } else {
-                PodVerdict::Redirected
-            }
-        }
-        (proof, _) => {
-            if recent(proof) {
-                PodVerdict::Partial
-            } else {
-                PodVerdict::Bypassing
-            }
-        }
-    }
+    let seen = |at: u64| (at != 0).then_some(at);
+    let evidence = FamilyEvidence {
+        proof: seen(redirect_ns),
+        bypass: seen(bypass_ns).map(|at| (Reason::NotRedirected, at)),
+        ..FamilyEvidence::default()
+    };
+    judge(&evidence, false, PodVerdict::Unknown, now_ns).0
 }
 
 /// The verdicts of a pod, IPv4 and IPv6.

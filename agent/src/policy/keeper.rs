@@ -4,9 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nobypass_common::abi::{
-    LedgerKey, LedgerSums, NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName, PodPolicy,
-};
+use nobypass_common::abi::{LedgerKey, LedgerSums, POD_GAP4, POD_GAP6, PodName, PodPolicy};
 use nobypass_common::ids::PodKind;
 use tokio::sync::{mpsc, watch};
 
@@ -18,7 +16,7 @@ use super::refuse::{self, Refuse};
 use super::registry::{Change, PodCgroup, Registry};
 use super::reload::PolicyState;
 use super::snapshot::{Ledger, PodView, Snapshot, fold};
-use super::view::{mode_problems, view};
+use super::view::{mode_problems, name, padded, text, view};
 use crate::bpf::{BpfError, Maps};
 use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::PodParent;
@@ -232,11 +230,37 @@ impl Keeper {
         }
         // First everybody can tell whose cgroup it is, then the programs act on it.
         self.publish();
+        let mut stale = Vec::new();
         for (cgroup, policy, released) in ready {
-            self.write(cgroup, policy);
+            if !self.write(cgroup, policy) {
+                stale.push(cgroup);
+            }
             if let Some((set, exemptions)) = released {
                 self.remove_set(set, &exemptions);
             }
+        }
+        self.decide_again(&stale)
+    }
+
+    /// Entries that somebody else wrote later than this decided on them. What is known now is newer than either.
+    fn decide_again(&mut self, cgroups: &[u64]) -> Result<(), BpfError> {
+        for cgroup in cgroups {
+            self.state.conflicts += 1;
+            tracing::warn!(cgroup, "somebody else wrote a pod's entry, deciding on it anew");
+            if let Some((written, _)) = self.written.get_mut(cgroup) {
+                // Nothing that is decided is the same as this.
+                written.kind = u32::MAX;
+            }
+            let Some(uid) = self.views.get(cgroup).map(|view| view.uid) else { continue };
+            if let Some((id, policy, released)) = self.prepare(uid)? {
+                self.write(id, policy);
+                if let Some((set, exemptions)) = released {
+                    self.remove_set(set, &exemptions);
+                }
+            }
+        }
+        if !cgroups.is_empty() {
+            self.publish();
         }
         Ok(())
     }
@@ -366,18 +390,26 @@ impl Keeper {
         let _ = refuse.done.map(|done| done.send(()));
     }
 
-    fn write(&mut self, id: u64, policy: PodPolicy) {
+    /// Writes an entry, unless a newer one is there: false, and the next write goes beyond that.
+    fn write(&mut self, id: u64, policy: PodPolicy) -> bool {
+        if let Some(there) =
+            self.maps.policy(id).map(|there| there.revision).filter(|there| *there > self.revision)
+        {
+            self.revision = there;
+            return false;
+        }
         self.revision += 1;
         let policy = PodPolicy { revision: self.revision, ..policy };
         if let Err(error) = self.maps.set_policy(id, &policy) {
             self.count_without_entry(&error);
-            return;
+            return true;
         }
         if let Some(view) = self.views.get(&id)
             && let Err(error) = self.maps.set_name(id, &name(view))
         {
             tracing::warn!(%error, "cannot keep a pod's name for `nobypass status` without an agent");
         }
+        true
     }
 
     /// Writes a set; whole or not at all, because half a list of what is redirected would exempt the other half.
@@ -474,26 +506,4 @@ impl Keeper {
 /// Whether `path` lies below `parent`, component-wise.
 fn is_below(parent: &str, path: &str) -> bool {
     path.strip_prefix(parent).is_some_and(|rest| rest.starts_with('/'))
-}
-
-fn name(view: &PodView) -> PodName {
-    PodName {
-        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
-        name: padded::<NAME_MAX>(&view.name),
-        mesh: padded(&view.mesh),
-    }
-}
-
-fn padded<const N: usize>(text: &str) -> [u8; N] {
-    let mut bytes = [0; N];
-    for (byte, from) in bytes.iter_mut().zip(text.bytes()) {
-        *byte = from;
-    }
-    bytes
-}
-
-/// The text of a zero-padded field.
-pub fn text(bytes: &[u8]) -> String {
-    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
-    String::from_utf8_lossy(bytes.get(..end).unwrap_or_default()).into_owned()
 }

@@ -22,3 +22,4 @@ pub use effective::Effective;
 pub use keeper::Keeper;
 pub use reload::PolicyState;
 pub use snapshot::{PodView, Snapshot};
+pub use view::text;

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use nobypass_common::abi::{NAME_MAX, NAMESPACE_MAX, PodName};
+
 use super::desired;
 use super::mode::{self, Choice, Fate, Level, Said};
 use super::registry::Entry;
@@ -69,4 +71,28 @@ pub(super) fn mode_problems(choice: &Choice) -> impl Iterator<Item = String> {
             Fate::Holds | Fate::Overridden | Fate::Downgraded => None,
         }
     })
+}
+
+/// The name that the programs' maps keep of a pod.
+pub(super) fn name(view: &PodView) -> PodName {
+    PodName {
+        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
+        name: padded::<NAME_MAX>(&view.name),
+        mesh: padded(&view.mesh),
+    }
+}
+
+/// `text` with zeroes behind it; what is too long is cut.
+pub(super) fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut bytes = [0; N];
+    for (byte, from) in bytes.iter_mut().zip(text.bytes()) {
+        *byte = from;
+    }
+    bytes
+}
+
+/// The text of a zero-padded field.
+pub fn text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(bytes.get(..end).unwrap_or_default()).into_owned()
 }

@@ -7,5 +7,6 @@ pub mod file;
 pub mod mount;
 pub mod netlink;
 pub mod netns;
+pub mod ns;
 pub mod poll;
 pub mod process;

@@ -211,7 +211,7 @@ impl Agent {
 }
 
 /// One HTTP request over a Unix socket.
-/// Status and body of a request; `None` when nobody answers.
+/// Status and body; `None` when nobody answers.
 pub fn request(socket: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
     let mut stream = UnixStream::connect(socket).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
