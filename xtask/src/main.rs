@@ -47,7 +47,7 @@ enum Command {
     /// Install what building, testing and the demo need; what is there is left alone
     ///
     /// Tools for the eBPF build go into NOBYPASS_TOOLCHAIN_DIR (default: nobypass/bpf-toolchain in the user's
-    /// cache directory). System packages are installed only as root and where apt-get exists; otherwise each
+    /// cache directory), programs from Go modules beside it where Go is. System packages are installed only as root and where apt-get exists; otherwise each
     /// missing one is named with what to do. Exit code 0: all there; 1: something is missing.
     Setup {
         /// Only these: tools, packages, or names as the command prints them

@@ -57,6 +57,13 @@ pub struct Plan {
     api: Option<Box<str>>,
 }
 
+impl Plan {
+    /// This node's name, where there is a cluster.
+    pub(super) fn node(&self) -> Option<&str> {
+        self.api.as_deref()
+    }
+}
+
 /// What the flags ask for on this machine.
 ///
 /// # Errors

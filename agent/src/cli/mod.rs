@@ -11,8 +11,10 @@ mod manual;
 mod mode;
 mod policy;
 mod preflight;
+mod probe;
 mod status;
 mod table;
+mod validate;
 mod variables;
 
 use std::env::args_os;
@@ -66,6 +68,11 @@ enum Command {
     Policy(policy::Policy),
     /// Check what this node has and lacks, and say what to do
     Preflight(preflight::Args),
+    /// Ask a pod's network whether a new connection would be redirected
+    Probe(probe::Args),
+    /// Ask pods' networks (run by the agent)
+    #[command(name = crate::probe::helper::COMMAND, hide = true)]
+    ProbeHelper(crate::probe::helper::Args),
     /// Detach the programs and remove the pins (an agent that ends leaves them in effect)
     Cleanup(cleanup::Args),
     /// Prove that the hooks see a connection (run by the agent)
@@ -73,6 +80,8 @@ enum Command {
     Canary,
     /// Look at, patch and clean up the node's CNI configuration
     Cni(cni::Cni),
+    /// Prove from inside a pod that its connections are redirected (an init container; no privileges)
+    Validate(validate::Args),
     /// Print a shell's completion script
     Completions(manual::Completions),
     /// Write the man pages into a directory
@@ -108,11 +117,17 @@ pub fn main() -> Exit {
         Command::Policy(args) => policy::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
         Command::Preflight(args) => preflight::run(&args),
+        Command::Probe(args) => probe::run(&args),
+        Command::ProbeHelper(args) => match crate::probe::helper::run(&args) {
+            Ok(()) => Exit::Ok,
+            Err(error) => exit::fail(Exit::Failed, &format!("probe-helper: {error}")),
+        },
         Command::Canary => {
             crate::bpf::selftest::child();
             Exit::Ok
         }
         Command::Cni(command) => cni::main(&command),
+        Command::Validate(args) => validate::run(&args),
         Command::Completions(args) => manual::completions(&args, &Cli::command()),
         Command::Man(args) => manual::man(&args, Cli::command()),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),

@@ -10,7 +10,7 @@ use std::{
 use serde::Deserialize;
 
 use super::{marker::Wish, profile::Profile};
-use crate::pods::model::{Keys, Wanted};
+use crate::pods::model::Wanted;
 
 /// The built-in ones, the ones to try first in front: a mesh with a sidecar claims a pod before one without.
 const BUILT_IN: [(&str, &str); 5] = [
@@ -61,7 +61,7 @@ struct File {
 
 /// What the parser says first, `line 2 column 11: …`; the picture of the place that follows is for a terminal, not for
 /// a log.
-fn one_line(error: &str) -> String {
+pub(super) fn one_line(error: &str) -> String {
     let first = error.lines().next().unwrap_or_default();
     first.strip_prefix("error: ").unwrap_or(first).to_owned()
 }
@@ -156,18 +156,6 @@ impl Profiles {
         }
         wanted.keys.extend(super::recognise::OWN_KEYS);
         wanted
-    }
-
-    /// The labels and annotations that any of them reads, for a source to keep.
-    #[must_use]
-    pub fn keys(&self) -> Keys {
-        self.wanted().keys
-    }
-
-    /// The names of the containers that matter to any of them, for a source to ask the runtime about.
-    #[must_use]
-    pub fn container_names(&self) -> Keys {
-        self.wanted().containers
     }
 }
 

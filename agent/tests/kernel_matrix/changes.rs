@@ -11,6 +11,11 @@ use nobypass_testkit::wait;
 use crate::scene::{Expected, Node, Scene, Seen};
 use crate::support::machine::Machine;
 
+/// A node whose agent tells no application that its SYN was dropped.
+fn left_hanging() -> Node {
+    Node::start(Machine::new(), &["--refusal", "hang"])
+}
+
 /// Starts a connection, waits until its SYN is counted as this, changes something, and measures the whole.
 fn while_it_hangs(node: &Node, scene: &Scene, counter: Counter, change: impl FnOnce()) -> Seen {
     let app = scene.app().option("timeout-ms", 20_000);
@@ -36,7 +41,7 @@ fn repair(scene: &Scene, variant: Variant) -> nobypass_testkit::traffic::Running
 fn a_dropped_connection_goes_through_the_proxy_once_the_pod_is_repaired() {
     use Counter::{Bypass, BypassDropped, EventsEmitted, Proxy, RedirectProof};
     for variant in [Variant::IptablesLinkerd, Variant::Nft] {
-        let mut node = Node::new();
+        let mut node = left_hanging();
         let scene = node.meshed(Variant::None);
         node.mode(Mode::Enforce);
         let mut proxy = None;
@@ -49,7 +54,7 @@ fn a_dropped_connection_goes_through_the_proxy_once_the_pod_is_repaired() {
 #[test]
 fn a_dropped_connection_passes_once_the_mode_is_audit_and_counts_as_a_retry() {
     use Counter::{Bypass, BypassDropped, EventsEmitted, Retry};
-    let mut node = Node::new();
+    let mut node = left_hanging();
     let scene = node.meshed(Variant::None);
     node.mode(Mode::Enforce);
     let mut maps = node.machine.maps();

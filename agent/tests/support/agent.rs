@@ -211,6 +211,7 @@ impl Agent {
 }
 
 /// One HTTP request over a Unix socket.
+/// Status and body; `None` when nobody answers.
 pub fn request(socket: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
     let mut stream = UnixStream::connect(socket).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -233,9 +234,10 @@ pub struct Metrics(BTreeMap<String, u64>);
 impl Metrics {
     fn parse(text: &str) -> Self {
         assert!(text.ends_with("# EOF\n"), "not OpenMetrics: {text}");
-        let series = text.lines().filter(|line| !line.starts_with('#')).map(|line| {
+        // Sums of histograms are no integers, and nobody asks for them.
+        let series = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
             let (name, value) = line.rsplit_once(' ').unwrap();
-            (name.to_owned(), value.parse().unwrap())
+            Some((name.to_owned(), value.parse().ok()?))
         });
         Self(series.collect())
     }

@@ -16,8 +16,8 @@ pub const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
 pub const HOOKS: [AttachType; 4] =
     [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
 pub const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
-/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
-pub const PINS: usize = 21;
+/// Pins of a complete start with one parent: 17 maps, 4 links to it and 2 to the tracepoints.
+pub const PINS: usize = 23;
 
 /// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
 pub struct Machine {
@@ -91,6 +91,8 @@ impl Machine {
         assert_eq!(self.programs(), [""; 0]);
         let inside: Vec<_> = fs::read_dir(self.scratch.kubepods()).unwrap().flatten().collect();
         assert!(inside.iter().all(|entry| !entry.file_type().unwrap().is_dir()), "{inside:?}");
+        let probes = self.scratch.top().join("nobypass-probe");
+        assert!(!probes.exists(), "{}", probes.display());
     }
 
     pub fn all_is_attached(&self) {

@@ -36,14 +36,14 @@ fn a_generic_profile_from_yaml() {
     assert_eq!(osm.exempt.out_ports.merge, Merge::Append);
     assert_eq!((osm.assume_mode, osm.families.ipv4, osm.families.ipv6), (Mode::Init, true, true));
 
-    let keys = profiles.keys();
+    let Wanted { keys, containers, env } = profiles.wanted();
     for key in
         ["osm-proxy-uuid", "openservicemesh.io/outbound-port-exclusion-list", "linkerd.io/proxy-version"]
     {
         assert!(keys.keeps(key), "{key}");
     }
     assert!(!keys.keeps("unrelated"));
-    assert!(profiles.container_names().keeps("osm-init"));
+    assert!(containers.keeps("osm-init") && env.keeps("DISABLE_ENVOY") && !env.keeps("PATH"));
 }
 
 #[test]
