@@ -4,9 +4,16 @@
 //! silently. The pins stay: enforcement goes on without an agent.
 
 mod follow;
+mod gate;
 mod keep;
+mod older;
+mod permissions;
 pub mod pods;
 mod policy;
+mod probes;
+mod probing;
+mod react;
+mod remedies;
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -27,6 +34,7 @@ use crate::cgroup::parents::{ParentError, PodParent, wait_for_parents};
 use crate::cgroup::root::{CgroupRoot, RootError, RootOptions, find};
 use crate::cgroup::stream::channel;
 use crate::cli::exit::Exit;
+use crate::cluster::access::Permissions;
 use crate::cni;
 use crate::config::Config;
 use crate::detect;
@@ -77,6 +85,9 @@ pub enum AppError {
     Endpoint(#[from] endpoint::EndpointError),
     /// See the kind.
     #[error(transparent)]
+    Gate(#[from] gate::GateError),
+    /// See the kind.
+    #[error(transparent)]
     Cni(cni::install::ContractError),
     /// See the kind.
     #[error(transparent)]
@@ -100,6 +111,7 @@ impl AppError {
             Self::Pods(error) => error.exit(),
             Self::Root(_) => Exit::Unavailable,
             Self::Cni(_)
+            | Self::Gate(_)
             | Self::Parent(_)
             | Self::Profiles(_)
             | Self::Policy(_)
@@ -126,6 +138,7 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
     tracing::info!(policy = ?loader.state().effective, file = ?config.policy, "policy");
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
     let plan = pods::plan(config)?;
+    gate::check(&config.gate, cni.is_some(), plan.node().is_some())?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
     // Before the kubelet is waited for: what is missing is to be known now.
@@ -218,6 +231,7 @@ impl Agent<'_> {
             tracker: OnceLock::new(),
             policy: OnceLock::new(),
             set_mode,
+            probe: OnceLock::new(),
             level: self.level.clone(),
             cni: self.desk.clone(),
         });
@@ -228,6 +242,19 @@ impl Agent<'_> {
         tasks.spawn(
             async move { ("server", serve(tcp, unix, serving).await.map_err(|error| error.to_string())) },
         );
+        let remedies = config.remedies.remedies();
+        let permissions =
+            permissions::spawn(&mut tasks, self.cluster.as_ref(), (&config.gate, &remedies), &health);
+        let place = gate::Place {
+            args: &config.gate,
+            desk: self.desk.as_ref(),
+            cluster: self.cluster.clone().zip(self.plan.node()),
+            permissions: &permissions,
+            socket: &config.socket,
+            health: &health,
+        };
+        // Before anything is waited for: what another boot left open is to be closed first.
+        let gate = gate::spawn(&mut tasks, place);
         let parents = tokio::select! {
             parents = wait_for_parents(&self.root, &self.config.pod_parent, WAIT) => parents?,
             () = &mut stop => return Ok(()),
@@ -240,7 +267,7 @@ impl Agent<'_> {
         let (apply, changes) = mpsc::channel(1);
         let health = Arc::clone(&context.health);
         tasks.spawn(follow_policy(loader, told, keys.clone(), mode_changes, apply, health));
-        self.spawn(&mut tasks, parts, parents, (keys, changes), &context)?;
+        self.spawn(&mut tasks, parts, parents, (keys, changes), &context, (gate, permissions))?;
         tokio::select! {
             () = &mut stop => {
                 tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
@@ -302,10 +329,11 @@ impl Agent<'_> {
     fn spawn(
         &self,
         tasks: &mut JoinSet<Ended>,
-        (kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
+        (mut kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
         (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
+        (gate, permissions): (gate::Parts, Permissions),
     ) -> Result<(), AppError> {
         let dir = kernel.dir().clone();
         let health = Arc::clone(&context.health);
@@ -314,10 +342,13 @@ impl Agent<'_> {
         let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
             return Ok(());
         };
-        let _ = context.tracker.set(handle);
+        let findings = handle.findings.clone();
+        let _ = context.tracker.set(handle.clone());
         let sources =
             metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
+        let mut probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
+        probes.probing.findings = Some(findings.clone());
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -328,25 +359,39 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
+        let mut wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
+        wanted.keys.extend([crate::remedy::kube::LABEL]);
         let (client, endpoint) = (self.cluster.as_ref(), self.endpoint.as_ref());
         let states = pods::spawn(tasks, &self.plan, client, endpoint, &wanted, nudges, updates);
         registry.register_collector(Box::new(states.clone()));
+        gate.register(&mut registry);
+        permissions.register(&mut registry);
+        let remedy_metrics = remedies::metrics(&mut registry);
         let _ = context.registry.set(registry);
         tasks.spawn(async move {
-            ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
+            let ended = keeper.run(cgroup_events, pod_updates, probes.refusals).await;
+            ("policy", ended.map_err(|error| error.to_string()))
         });
         tasks.spawn(pods::watch_sources(states, snapshots.clone(), Arc::clone(&health)));
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
+        let handle = (handle, remedy_metrics);
+        remedies::join(tasks, self, &dir, handle, (&gate, &permissions), snapshots.clone())?;
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
             tracker.run(pods, reports).await;
             ("verdicts", Ok(()))
         });
         let events = Ring::open(&dir, "EVENTS")?;
-        tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
+        tasks.spawn(follow_events(
+            events,
+            Maps::open(&dir)?,
+            snapshots,
+            context.reports.clone(),
+            probes.reactions,
+        ));
+        tasks.spawn(probing::run(probes.probing, probes.requests, probes.news));
         tasks.spawn(keep_alive(kernel, parents.clone(), changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())

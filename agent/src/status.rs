@@ -11,7 +11,7 @@ use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Maps};
 use crate::detect::verdict::{PodVerdict, bypasses, count, dropped, mode_label, of_pod, reason, worst};
 use crate::detect::{PodState, PodStates};
-use crate::policy::keeper::text;
+use crate::policy::text;
 use crate::policy::{Effective, PodView, Snapshot};
 use crate::sys::clock::monotonic_ns;
 

@@ -57,6 +57,18 @@ pub struct Plan {
     api: Option<Box<str>>,
 }
 
+impl Plan {
+    /// This node's name, where there is a cluster.
+    pub(super) fn node(&self) -> Option<&str> {
+        self.api.as_deref()
+    }
+
+    /// Whether the container runtime is asked.
+    pub(super) fn runtime(&self) -> bool {
+        self.runtime
+    }
+}
+
 /// What the flags ask for on this machine.
 ///
 /// # Errors

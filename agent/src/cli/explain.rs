@@ -12,8 +12,8 @@ use crate::cli::table::{Table, printable};
 use crate::cli::{Format, json};
 use crate::explain::find::{Named, find};
 use crate::explain::{Explanation, FamilyExplained, Kernel, Sign, from_pins};
-use crate::policy::keeper::text;
 use crate::policy::mode::Said;
+use crate::policy::text;
 
 /// Arguments of `explain`.
 #[derive(Debug, clap::Args)]

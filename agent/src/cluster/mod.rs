@@ -1,6 +1,8 @@
 //! The connection to the Kubernetes API server, shared by everything that talks to it. Knows nothing of eBPF or CNI.
 
+pub mod access;
 pub mod error;
+pub mod events;
 pub mod watch;
 
 use std::path::{Path, PathBuf};

@@ -18,8 +18,8 @@ use crate::detect::{Family, PodState};
 use crate::mesh::{Exemptions, Listed, Membership, MeshRole, Profiles, UserPorts, recognise};
 use crate::pods::model::{Container, State};
 use crate::policy::effective::Traffic;
-use crate::policy::keeper::text;
 use crate::policy::mode::{Downgrade, Said};
+use crate::policy::text;
 use crate::policy::{Effective, PodView};
 use crate::sys::clock::monotonic_ns;
 

@@ -1,7 +1,6 @@
 //! Facts in sentences.
 
 use super::Explanation;
-use crate::mesh::marker::{Marker, Source};
 use crate::mesh::recognise::{Exempt, NotMeshed, Unsupported};
 use crate::mesh::{Membership, Profile};
 use crate::policy::PodView;
@@ -65,23 +64,8 @@ fn marks(view: &PodView, profile: Option<&Profile>) -> String {
         found.push(format!("container {}", name.map_or("?", |container| &container.name)));
     }
     let on = profile.recognise.any.iter().filter(|marker| marker.is_on(facts));
-    found.extend(on.map(mark));
+    found.extend(on.map(ToString::to_string));
     found.join(", ")
-}
-
-/// A mark in words.
-fn mark(marker: &Marker) -> String {
-    match marker {
-        Marker::Label(wanted) => format!("label {}", wanted.key),
-        Marker::Annotation(wanted) => format!("annotation {}", wanted.key),
-        Marker::NamespaceLabel(wanted) => format!("label {} of the namespace", wanted.key),
-        Marker::NamespaceAnnotation(wanted) => format!("annotation {} of the namespace", wanted.key),
-        Marker::Env(wanted) => format!("variable {} of container {}", wanted.key, wanted.container),
-        Marker::First(wanted) => wanted.of.iter().map(Source::key).collect::<Vec<_>>().join(" or "),
-        Marker::Container(name) => format!("container {name}"),
-        Marker::Arg(wanted) => format!("argument {} of container {}", wanted.value, wanted.container),
-        Marker::Namespace(name) => format!("namespace {name}"),
-    }
 }
 
 /// A probe's answer.

@@ -274,6 +274,25 @@ pub struct UserPorts {
     pub ports: Vec<PortRange>,
 }
 
+impl fmt::Display for UserPorts {
+    /// For people: `1000-1010 to 53, 8000-8100`, or `… to any port`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { uids: (first, last), ports } = self;
+        if first == last {
+            write!(f, "{first} to ")?
+        } else {
+            write!(f, "{first}-{last} to ")?
+        }
+        if ports.is_empty() {
+            return f.write_str("any port");
+        }
+        for (nth, range) in ports.iter().enumerate() {
+            write!(f, "{}{range}", if nth == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
 /// Kuma's `<protocol:>?<ports:>?<uids>`, separated by semicolons; what is said of UDP alone is left out, and no bad
 /// element holds (`parseExcludePortsForUIDs` in kumahq/kuma, `pkg/transparentproxy/config/utils.go`).
 pub(super) fn user_ports<'a>(rules: impl Iterator<Item = &'a str>) -> Parsed<UserPorts> {

@@ -1,5 +1,7 @@
 //! Marks on a pod, and texts to read on it.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::grammar::truth;
@@ -162,6 +164,41 @@ impl Source {
             Self::Env(Variable { container, key }) => (Wish::Env(key), Some(Wish::Container(container))),
         };
         std::iter::once(first).chain(second)
+    }
+}
+
+impl fmt::Display for Source {
+    /// For people: `annotation example.com/x`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Label(key) => write!(f, "label {key}"),
+            Self::Annotation(key) => write!(f, "annotation {key}"),
+            Self::NamespaceLabel(key) => write!(f, "label {key} of the namespace"),
+            Self::NamespaceAnnotation(key) => write!(f, "annotation {key} of the namespace"),
+            Self::Env(Variable { container, key }) => write!(f, "variable {key} of container {container}"),
+        }
+    }
+}
+
+impl fmt::Display for Marker {
+    /// For people: what is looked at, without the value.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Label(wanted) => write!(f, "label {}", wanted.key),
+            Self::Annotation(wanted) => write!(f, "annotation {}", wanted.key),
+            Self::NamespaceLabel(wanted) => write!(f, "label {} of the namespace", wanted.key),
+            Self::NamespaceAnnotation(wanted) => write!(f, "annotation {} of the namespace", wanted.key),
+            Self::Env(wanted) => write!(f, "variable {} of container {}", wanted.key, wanted.container),
+            Self::First(first) => {
+                for (nth, source) in first.of.iter().enumerate() {
+                    write!(f, "{}{source}", if nth == 0 { "" } else { " or " })?;
+                }
+                Ok(())
+            }
+            Self::Container(name) => write!(f, "container {name}"),
+            Self::Arg(arg) => write!(f, "argument {:?} of container {}", arg.value, arg.container),
+            Self::Namespace(name) => write!(f, "namespace {name}"),
+        }
     }
 }
 

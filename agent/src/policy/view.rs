@@ -6,7 +6,6 @@ use nobypass_common::abi::{NAME_MAX, NAMESPACE_MAX, POD_GAP4, POD_GAP6, PodName,
 use nobypass_common::ids::PodKind;
 
 use super::desired;
-use super::keeper::{padded, text};
 use super::mode::{self, Choice, Fate, Level, Said};
 use super::registry::Entry;
 use super::snapshot::PodView;
@@ -75,6 +74,30 @@ pub(super) fn mode_problems(choice: &Choice) -> impl Iterator<Item = String> {
     })
 }
 
+/// The name that the programs' maps keep of a pod.
+pub(super) fn name(view: &PodView) -> PodName {
+    PodName {
+        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
+        name: padded::<NAME_MAX>(&view.name),
+        mesh: padded(&view.mesh),
+    }
+}
+
+/// `text` with zeroes behind it; what is too long is cut.
+pub(super) fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut bytes = [0; N];
+    for (byte, from) in bytes.iter_mut().zip(text.bytes()) {
+        *byte = from;
+    }
+    bytes
+}
+
+/// The text of a zero-padded field.
+pub fn text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(bytes.get(..end).unwrap_or_default()).into_owned()
+}
+
 /// The view of a pod of which no source has spoken yet: what an earlier agent knew, or nothing.
 pub(super) fn remembered(
     uid: PodUid,
@@ -93,14 +116,5 @@ pub(super) fn remembered(
         proxy_cgroup: policy.proxy_cgroup,
         families: [policy.flags & POD_GAP4 == 0, policy.flags & POD_GAP6 == 0],
         ..view
-    }
-}
-
-/// What the kernel's maps keep of a pod's names.
-pub(super) fn name(view: &PodView) -> PodName {
-    PodName {
-        namespace: padded::<NAMESPACE_MAX>(&view.namespace),
-        name: padded::<NAME_MAX>(&view.name),
-        mesh: padded(&view.mesh),
     }
 }

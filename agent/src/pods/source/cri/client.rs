@@ -148,7 +148,7 @@ impl Runtime {
         Ok(self.within("ListContainers", self.deadlines.list, call).await?.containers)
     }
 
-    pub(super) async fn sandbox(&self, id: ContainerId) -> Result<PodSandboxStatusResponse, CriError> {
+    pub(crate) async fn sandbox(&self, id: ContainerId) -> Result<PodSandboxStatusResponse, CriError> {
         let mut client = self.client.clone();
         let request = PodSandboxStatusRequest { pod_sandbox_id: id.to_string(), verbose: true };
         self.within("PodSandboxStatus", self.deadlines.detail, client.pod_sandbox_status(request)).await

@@ -12,6 +12,7 @@ mod expect;
 mod fake;
 mod info;
 mod round;
+pub(crate) mod sandbox;
 #[cfg(test)]
 mod tests;
 
