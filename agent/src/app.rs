@@ -342,8 +342,8 @@ impl Agent<'_> {
         let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
             return Ok(());
         };
-        let (remedy_states, findings) = (handle.states.clone(), handle.findings.clone());
-        let _ = context.tracker.set(handle);
+        let findings = handle.findings.clone();
+        let _ = context.tracker.set(handle.clone());
         let sources =
             metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
@@ -376,22 +376,8 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
-        let place = remedies::Place {
-            limits: self.config.remedies.remedies(),
-            desk: self.desk.as_ref(),
-            endpoint: self.endpoint.clone(),
-            client: self.cluster.clone(),
-            events: gate.events.clone(),
-            permissions: &permissions,
-            gate: gate.open.clone(),
-            states: remedy_states,
-            proof: Arc::new(remedies::KernelProof { maps: Maps::open(&dir)?, findings }),
-            metrics: remedy_metrics,
-        };
-        remedies::spawn(tasks, place);
-        if let Some(desk) = &self.desk {
-            tasks.spawn(gate::follow_started(desk.summary(), snapshots.clone(), gate.started()));
-        }
+        let handle = (handle, remedy_metrics);
+        remedies::join(tasks, self, &dir, handle, (&gate, &permissions), snapshots.clone())?;
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
             tracker.run(pods, reports).await;

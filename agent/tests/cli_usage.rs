@@ -80,7 +80,7 @@ fn wrong_arguments_exit_64_and_name_what_is_wrong_and_what_would_be_right() {
         (&["status", "-o", "xml"], &["--output", "xml", "json"]),
         (&["status", "extra"], &["extra"]),
         (&["events", "--output", "yaml"], &["--output", "json"]),
-        (&["mode", "on"], &["'on'", "off, audit, enforce"]),
+        (&["mode", "on"], &["'on'", "off, audit, enforce, policy"]),
         (&["preflight", "--fix"], &["--fix"]),
         (&["cleanup", "--force"], &["--force"]),
         (&["version", "--short"], &["--short"]),

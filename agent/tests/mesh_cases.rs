@@ -102,6 +102,7 @@ impl Scene {
             unknown_policy: UnknownPolicy::Pass.code(),
             flags: 0,
             hold_ns: 0,
+            max_silence_ns: 0,
         };
         let mut host = Host { entries: &self.entries, out };
         verdict::egress(&packet, &settings, Pod::Known(&self.policy), &mut host).verdict
@@ -116,6 +117,9 @@ struct Host<'a> {
 
 impl Facts for Host<'_> {
     fn now_ns(&mut self) -> u64 {
+        0
+    }
+    fn agent_seen_ns(&mut self) -> u64 {
         0
     }
     fn socket_destination(&mut self) -> Option<Address> {

@@ -19,7 +19,9 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 fn client(server: &ApiServer) -> kube::Client {
-    kube::Client::try_from(kube::Config::new(server.url().parse().unwrap())).unwrap()
+    let mut config = kube::Config::new(server.url().parse().unwrap());
+    config.default_retry = false;
+    kube::Client::try_from(config).unwrap()
 }
 
 fn pod(name: &str, uid: &str) -> subject::Pod {
@@ -132,6 +134,9 @@ fn said(server: &ApiServer) -> Vec<(String, String, String, u64)> {
 #[tokio::test]
 async fn events_are_on_pod_and_node_and_repeats_are_a_series() {
     let server = ApiServer::start().unwrap();
+    for (name, uid) in [("cart", UID), ("other", OTHER)] {
+        server.create(object(name, uid).build()).unwrap();
+    }
     let metrics = events::Metrics::default();
     let (events, task) = Events::new(client(&server), "n1", metrics.clone());
     let task = tokio::spawn(task.run());

@@ -7,7 +7,7 @@ use crate::headers::Address;
 use crate::ids::COUNTERS;
 
 /// The layout's number.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// Parents of pod cgroups that one node can have.
 pub const MAX_PARENTS: usize = 4;
@@ -33,6 +33,9 @@ pub struct Config {
     pub flags: u32,
     /// How long an unknown pod is held, ns.
     pub hold_ns: u64,
+    /// After so long without a heartbeat nothing is dropped or held any more, ns; 0: enforcement goes on without an
+    /// agent.
+    pub max_silence_ns: u64,
     /// Events per second, pod and CPU in the long run.
     pub event_rate: u32,
     /// Events at once, per pod and CPU.
@@ -358,7 +361,7 @@ pub struct LedgerSums {
 /// Sizes without padding, checked when anything that uses this crate is compiled.
 const _: () = {
     assert!(size_of::<Parent>() == 16 + 16 * PREFIX_WORDS);
-    assert!(size_of::<Config>() == 16 + 8 + 16 + 4 * MAX_LEVELS + size_of::<Parent>() * MAX_PARENTS);
+    assert!(size_of::<Config>() == 16 + 16 + 16 + 4 * MAX_LEVELS + size_of::<Parent>() * MAX_PARENTS);
     assert!(size_of::<PodPolicy>() == 56);
     assert!(size_of::<PodCounters>() == 8 * (COUNTERS + 6));
     assert!(size_of::<Event>() == 88);

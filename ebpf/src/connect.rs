@@ -140,6 +140,7 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
     if policy.kind != PodKind::Meshed.code()
         || policy.flags & fastfail == 0
         || verdict::effective_mode(config.mode, policy.mode) != Mode::Enforce.code()
+        || pod::is_alone(config)
         // Egress knows these exemptions, this hook does not.
         || policy.flags & POD_EXEMPT_IDS != 0
         || may_be_proxy(policy)

@@ -55,6 +55,7 @@ pub fn settings(config: &nobypass_common::abi::Config) -> Settings {
         unknown_policy: config.unknown_policy,
         flags: config.flags,
         hold_ns: config.hold_ns,
+        max_silence_ns: config.max_silence_ns,
     }
 }
 

@@ -54,10 +54,14 @@ impl Workspace {
 
     /// Is there a binary of this name in this package?
     pub fn has_bin(&self, package: &str, name: &str) -> bool {
-        let packages = self.packages.iter().filter(|candidate| candidate.name == package);
-        packages
-            .flat_map(|package| &package.targets)
-            .any(|target| target.kind == "bin" && target.name == name)
+        self.bins(package).any(|bin| bin == name)
+    }
+
+    /// The programs of a package.
+    pub fn bins<'a>(&'a self, package: &str) -> impl Iterator<Item = &'a str> {
+        let package = self.packages.iter().find(|candidate| candidate.name == package);
+        let targets = package.map_or(&[][..], |package| &package.targets);
+        targets.iter().filter(|target| target.kind == "bin").map(|target| target.name.as_str())
     }
 }
 

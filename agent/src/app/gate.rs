@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kube::Client;
 use nobypass_common::ids::PodKind;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -271,17 +272,25 @@ fn hooks_part(health: &Health) -> Part {
 pub(super) async fn follow_started(
     mut summary: watch::Receiver<Summary>,
     mut snapshots: watch::Receiver<Snapshot>,
-    parts: (Metrics, Option<Events>),
+    (metrics, events): (Metrics, Option<Events>),
+    writes: Counter,
 ) -> Ended {
-    let (metrics, events) = parts;
     let mut started = Started::default();
+    let mut asked = false;
     let (mut names, mut due) = (Vec::new(), None);
     loop {
         {
             let summary = summary.borrow_and_update();
+            let protected = summary.protection != Protection::Unprotected;
+            // At first the runtime has not been asked about what files say.
+            asked |= protected || summary.files != Protection::Protected;
             // Before the first look nothing is known. Without a network no pod starts at all.
-            if summary.version > 0 || summary.files != Protection::NoNetwork {
-                started.protected(summary.protection != Protection::Unprotected, now_ns());
+            if asked && (summary.version > 0 || summary.files != Protection::NoNetwork) {
+                if writes.get() > 0 && !started.is_known() {
+                    // The guard had to patch what it found.
+                    started.protected(false, now_ns());
+                }
+                started.protected(protected, now_ns());
             }
         }
         let snapshot = snapshots.borrow_and_update().clone();

@@ -62,6 +62,11 @@ impl Plan {
     pub(super) fn node(&self) -> Option<&str> {
         self.api.as_deref()
     }
+
+    /// Whether the container runtime is asked.
+    pub(super) fn runtime(&self) -> bool {
+        self.runtime
+    }
 }
 
 /// What the flags ask for on this machine.

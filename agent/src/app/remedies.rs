@@ -1,28 +1,25 @@
 //! Joins remedies: verdicts become subjects, and the kernel's word proves repairs.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kube::Client;
 use nobypass_common::ids::Mode;
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use super::{Ended, permissions};
-use crate::bpf::Maps;
+use super::{Agent, Ended, gate, permissions};
+use crate::bpf::pins::PinDir;
+use crate::bpf::{BpfError, Maps};
 use crate::cluster::access::Permissions;
-use crate::cluster::events::Events;
-use crate::cni::desk::Desk;
 use crate::detect::evidence::{Evidence, Family, Reason};
 use crate::detect::state::{PodState, PodStates};
-use crate::detect::tracker::Finding;
+use crate::detect::tracker::{Finding, Handle};
 use crate::detect::verdict::PodVerdict;
+use crate::policy::Snapshot;
 use crate::probe::Answer;
 use crate::remedy::kube::LABEL;
 use crate::remedy::metrics::Metrics;
-use crate::remedy::policy::Remedies;
 use crate::remedy::proof::{Later, Proof};
 use crate::remedy::repair::Repairer;
 use crate::remedy::shell::{self, Hands, Inputs};
@@ -34,20 +31,6 @@ const WATCH: Duration = Duration::from_secs(3);
 /// How often counters are read meanwhile.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Where remedies find things.
-pub(super) struct Place<'a> {
-    pub limits: Remedies,
-    pub desk: Option<&'a Desk>,
-    pub endpoint: Option<PathBuf>,
-    pub client: Option<Client>,
-    pub events: Option<Events>,
-    pub permissions: &'a Permissions,
-    pub gate: watch::Receiver<bool>,
-    pub states: watch::Receiver<PodStates>,
-    pub proof: Arc<dyn Proof>,
-    pub metrics: Metrics,
-}
-
 /// Metrics of remedies, in the registry.
 pub(super) fn metrics(registry: &mut Registry) -> Metrics {
     let metrics = Metrics::default();
@@ -55,26 +38,50 @@ pub(super) fn metrics(registry: &mut Registry) -> Metrics {
     metrics
 }
 
-/// Starts the remedies.
-pub(super) fn spawn(tasks: &mut JoinSet<Ended>, place: Place<'_>) {
-    let Place { limits, desk, endpoint, client, events, permissions, gate, states, proof, metrics } = place;
-    let repairer = desk.map(|desk| Repairer { endpoint, config: desk.summary() });
-    let hands = Hands { client, events, repairer, proof, aftermath: None, metrics };
+/// Starts the remedies, and the count of pods that started unprotected.
+pub(super) fn join(
+    tasks: &mut JoinSet<Ended>,
+    agent: &Agent<'_>,
+    dir: &PinDir,
+    (tracker, metrics): (Handle, Metrics),
+    (gate, permissions): (&gate::Parts, &Permissions),
+    snapshots: watch::Receiver<Snapshot>,
+) -> Result<(), BpfError> {
+    let desk = agent.desk.as_ref();
+    let repairer = desk.map(|desk| Repairer { endpoint: agent.endpoint.clone(), config: desk.summary() });
+    let proof = KernelProof { maps: Maps::open(dir)?, findings: tracker.findings };
+    let hands = Hands {
+        client: agent.cluster.clone(),
+        events: gate.events.clone(),
+        repairer,
+        proof: Arc::new(proof),
+        aftermath: None,
+        metrics,
+    };
     let (sender, subjects) = watch::channel(Arc::from(Vec::new()));
-    let limits = permissions::remedies(tasks, permissions, limits);
-    let inputs = Inputs { subjects, gate, limits };
-    tasks.spawn(follow_states(states, sender));
+    let limits = permissions::remedies(tasks, permissions, agent.config.remedies.remedies());
+    let inputs = Inputs { subjects, gate: gate.open.clone(), limits };
+    tasks.spawn(follow_states(tracker.states, agent.plan.runtime(), sender));
     tasks.spawn(async move {
         shell::run(hands, inputs).await;
         ("remedies", Ok(()))
     });
+    if let (Some(desk), Some(cni)) = (desk, &agent.cni_metrics) {
+        tasks.spawn(gate::follow_started(desk.summary(), snapshots, gate.started(), cni.writes.clone()));
+    }
+    Ok(())
 }
 
-async fn follow_states(mut states: watch::Receiver<PodStates>, out: watch::Sender<Arc<[Subject]>>) -> Ended {
+/// `runtime`: there is a container runtime that will tell each pod's sandbox.
+async fn follow_states(
+    mut states: watch::Receiver<PodStates>,
+    runtime: bool,
+    out: watch::Sender<Arc<[Subject]>>,
+) -> Ended {
     loop {
         let pods = Arc::clone(&states.borrow_and_update().pods);
         let now = (Instant::now(), monotonic_ns());
-        let mut all: Vec<Subject> = pods.values().map(|state| subject(state, now)).collect();
+        let mut all: Vec<Subject> = pods.values().map(|state| subject(state, runtime, now)).collect();
         all.sort_by_key(|subject| subject.pod.cgroup);
         // Instants are made of ages and never quite the same.
         out.send_replace(all.into());
@@ -84,7 +91,7 @@ async fn follow_states(mut states: watch::Receiver<PodStates>, out: watch::Sende
     }
 }
 
-fn subject(state: &PodState, (now, now_ns): (Instant, u64)) -> Subject {
+fn subject(state: &PodState, runtime: bool, (now, now_ns): (Instant, u64)) -> Subject {
     let view = &state.pod;
     let facts = view.facts.as_deref();
     let pod = Pod {
@@ -99,7 +106,12 @@ fn subject(state: &PodState, (now, now_ns): (Instant, u64)) -> Subject {
     };
     Subject {
         pod: Arc::new(pod),
-        seen: seen(state, now, now_ns),
+        // What pins remember of a pod comes before anybody has said who that is.
+        seen: if facts.is_none() || (runtime && view.sandbox.is_none()) {
+            Seen::Unknown
+        } else {
+            seen(state, now, now_ns)
+        },
         terminating: facts.is_some_and(|facts| facts.terminating || facts.is_finished()),
         labelled: facts.is_some_and(|facts| facts.labels.get(LABEL).is_some()),
     }

@@ -10,7 +10,7 @@ use std::{
 use serde::Deserialize;
 
 use super::{marker::Wish, profile::Profile};
-use crate::pods::model::Wanted;
+use crate::pods::model::{Keys, Wanted};
 
 /// The built-in ones, the ones to try first in front: a mesh with a sidecar claims a pod before one without.
 const BUILT_IN: [(&str, &str); 5] = [
@@ -156,6 +156,12 @@ impl Profiles {
         }
         wanted.keys.extend(super::recognise::OWN_KEYS);
         wanted
+    }
+
+    /// Of [`Profiles::wanted`] the labels and annotations.
+    #[must_use]
+    pub fn keys(&self) -> Keys {
+        self.wanted().keys
     }
 }
 

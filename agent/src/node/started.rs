@@ -68,6 +68,11 @@ impl Started {
         new
     }
 
+    /// Whether it was said of any time whether the node was protected.
+    pub fn is_known(&self) -> bool {
+        self.known
+    }
+
     /// How many, since the agent started.
     pub fn total(&self) -> u64 {
         self.total

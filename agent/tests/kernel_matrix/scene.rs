@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::path::Path;
 
 use nobypass::bpf::Maps;
 use nobypass_common::abi::{POD_PROXY_UID, POD_TPROXY, PodPolicy, Refusal};
@@ -304,6 +305,11 @@ impl Scene {
 /// The outside's address for a command.
 pub fn far(command: &str) -> IpAddr {
     if command.ends_with('6') { FAR6.into() } else { FAR4.into() }
+}
+
+/// Whether this kernel can do what a command does: some are built without multipath TCP.
+pub fn exists(command: &str) -> bool {
+    command != "mptcp" || Path::new("/proc/sys/net/mptcp").exists()
 }
 
 /// Another UID for each pod.

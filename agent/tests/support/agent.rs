@@ -234,9 +234,11 @@ pub struct Metrics(BTreeMap<String, u64>);
 impl Metrics {
     fn parse(text: &str) -> Self {
         assert!(text.ends_with("# EOF\n"), "not OpenMetrics: {text}");
-        // Sums of histograms are no integers, and nobody asks for them.
         let series = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
             let (name, value) = line.rsplit_once(' ').unwrap();
+            let seconds: f64 = value.parse().unwrap();
+            // Sums of seconds are no whole numbers, and no test asks for them.
+            assert!(seconds >= 0.0, "{line}");
             Some((name.to_owned(), value.parse().ok()?))
         });
         Self(series.collect())

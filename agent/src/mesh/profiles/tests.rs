@@ -92,3 +92,10 @@ fn errors_name_the_file_and_the_place() {
     }
     assert!(matches!(Profiles::load(Path::new("/nonexistent")), Err(ProfileError::Read { .. })));
 }
+
+proptest::proptest! {
+    #[test]
+    fn no_file_makes_it_panic(text in "(profiles:\n- name: [a-z]{1,3}\n  [a-z]{4,10}: )?\\PC{0,80}") {
+        let _ = parse(&text);
+    }
+}
