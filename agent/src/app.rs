@@ -348,7 +348,7 @@ impl Agent<'_> {
             metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
         let mut probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
-        probes.probing.findings = Some(findings.clone());
+        probes.probing.findings = Some(findings);
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);

@@ -342,6 +342,15 @@ impl Maps {
         ports.chain(cidrs).chain(self.exempt_ids.keys().filter_map(Result::ok).map(|key| key.set)).collect()
     }
 
+    /// Removes the sets that no entry of `POLICY` refers to: an earlier agent's.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn drop_unused_exempt_sets(&mut self) -> Result<(), BpfError> {
+        let used: BTreeSet<u32> = self.policies().iter().map(|(_, policy)| policy.exempt_set).collect();
+        self.exempt_sets().difference(&used).try_for_each(|set| self.remove_exempt_set(*set))
+    }
+
     /// Removes all exemptions of a set, whatever they are: for what an earlier agent left.
     ///
     /// # Errors

@@ -163,7 +163,7 @@ impl Keeper {
             PodUpdate::Synced => {
                 if !self.state.synced {
                     self.state.synced = true;
-                    self.drop_stale_sets()?;
+                    self.maps.drop_unused_exempt_sets()?;
                     self.publish();
                 }
                 Vec::new()
@@ -423,17 +423,6 @@ impl Keeper {
     fn release_set(&mut self, exemptions: &KernelExemptions) -> Option<u32> {
         let set = self.sets.release(exemptions)?;
         (!self.unfit.remove(&set)).then_some(set)
-    }
-
-    /// Sets of an earlier agent that no entry refers to.
-    fn drop_stale_sets(&mut self) -> Result<(), BpfError> {
-        let used: HashSet<u32> = self.maps.policies().iter().map(|(_, policy)| policy.exempt_set).collect();
-        for set in self.maps.exempt_sets() {
-            if !used.contains(&set) {
-                self.maps.remove_exempt_set(set)?;
-            }
-        }
-        Ok(())
     }
 
     /// A cgroup is gone: keep its sums, tell everybody, then forget it.
