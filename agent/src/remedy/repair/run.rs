@@ -124,7 +124,7 @@ fn how(status: ExitStatus) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
@@ -184,11 +184,7 @@ mod tests {
                 let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.as_raw_nonzero()));
                 stat.map_or(true, |stat| stat.contains(") Z "))
             };
-            let end = Instant::now() + LONG;
-            while !gone() {
-                assert!(Instant::now() < end, "{rest}: the child lives on");
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            nobypass_testkit::wait::until("the child's end", LONG, || gone().then_some(())).unwrap();
         }
     }
 
