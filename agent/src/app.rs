@@ -6,9 +6,13 @@
 mod follow;
 mod gate;
 mod keep;
+mod older;
 mod permissions;
 pub mod pods;
 mod policy;
+mod probes;
+mod probing;
+mod react;
 mod remedies;
 
 use std::path::PathBuf;
@@ -227,6 +231,7 @@ impl Agent<'_> {
             tracker: OnceLock::new(),
             policy: OnceLock::new(),
             set_mode,
+            probe: OnceLock::new(),
             level: self.level.clone(),
             cni: self.desk.clone(),
         });
@@ -324,7 +329,7 @@ impl Agent<'_> {
     fn spawn(
         &self,
         tasks: &mut JoinSet<Ended>,
-        (kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
+        (mut kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
         (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
@@ -337,10 +342,13 @@ impl Agent<'_> {
         let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
             return Ok(());
         };
+        let findings = handle.findings.clone();
         let _ = context.tracker.set(handle.clone());
         let sources =
             metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
+        let mut probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
+        probes.probing.findings = Some(findings.clone());
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
@@ -361,7 +369,8 @@ impl Agent<'_> {
         let remedy_metrics = remedies::metrics(&mut registry);
         let _ = context.registry.set(registry);
         tasks.spawn(async move {
-            ("policy", keeper.run(cgroup_events, pod_updates).await.map_err(|error| error.to_string()))
+            let ended = keeper.run(cgroup_events, pod_updates, probes.refusals).await;
+            ("policy", ended.map_err(|error| error.to_string()))
         });
         tasks.spawn(pods::watch_sources(states, snapshots.clone(), Arc::clone(&health)));
         if let Some(log) = log {
@@ -375,7 +384,14 @@ impl Agent<'_> {
             ("verdicts", Ok(()))
         });
         let events = Ring::open(&dir, "EVENTS")?;
-        tasks.spawn(follow_events(events, Maps::open(&dir)?, snapshots, context.reports.clone()));
+        tasks.spawn(follow_events(
+            events,
+            Maps::open(&dir)?,
+            snapshots,
+            context.reports.clone(),
+            probes.reactions,
+        ));
+        tasks.spawn(probing::run(probes.probing, probes.requests, probes.news));
         tasks.spawn(keep_alive(kernel, parents.clone(), changes, health));
         tasks.spawn(follow_parents(self.root.clone(), self.config.pod_parent.clone(), parents));
         Ok(())

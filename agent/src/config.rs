@@ -50,6 +50,17 @@ impl From<UnknownFlag> for UnknownPolicy {
     }
 }
 
+/// What an application sees of a connection that enforce drops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RefusalFlag {
+    /// connect() fails in about a millisecond (ECONNABORTED), and at once (EPERM) while the pod is known to bypass
+    Fast,
+    /// connect() fails in about a millisecond (ECONNABORTED)
+    Abort,
+    /// connect() hangs until its time-out, or goes through the proxy once the pod is repaired
+    Hang,
+}
+
 /// Where facts about pods come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PodsFlag {
@@ -106,6 +117,9 @@ pub struct Config {
     /// Connections that reach a meshed pod's application past its proxy
     #[arg(long, env = "NOBYPASS_INBOUND", value_enum, default_value = "audit")]
     pub inbound: InboundFlag,
+    /// What an application sees of a connection that enforce drops
+    #[arg(long, env = "NOBYPASS_REFUSAL", value_enum, default_value = "fast")]
+    pub refusal: RefusalFlag,
     /// File with what may change while the agent runs (see deploy/policy.example.yaml); read again when it changes.
     /// Where it says nothing, these flags hold
     #[arg(long, env = "NOBYPASS_POLICY", value_name = "FILE")]
@@ -147,6 +161,12 @@ pub struct Config {
     /// Bypass events a pod may report in a second, per CPU; counters are not limited
     #[arg(long, env = "NOBYPASS_EVENT_RATE", value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub event_rate: u32,
+    /// How often a meshed pod's network is asked whether its connections are redirected, in seconds; news ask at once
+    #[arg(long = "probe-interval-s", env = "NOBYPASS_PROBE_INTERVAL_S", value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub probe_interval: u32,
+    /// How long connections past the proxy that are older than nobypass may go on where it enforces, in seconds
+    #[arg(long = "preexisting-grace-s", env = "NOBYPASS_PREEXISTING_GRACE_S", value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=86_400))]
+    pub preexisting_grace: u32,
     /// Address for /metrics, /livez and /readyz; `none` for the socket alone
     #[arg(long, env = "NOBYPASS_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9910", value_parser = address)]
     pub metrics_addr: Address,

@@ -19,6 +19,7 @@ pub mod node;
 pub mod pods;
 pub mod policy;
 pub mod probe;
+pub mod refuse;
 pub mod remedy;
 pub mod server;
 pub mod status;

@@ -2,6 +2,7 @@
 
 pub mod listen;
 mod policy;
+pub mod probe;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,6 +25,7 @@ use crate::cni::desk::Desk;
 use crate::detect;
 use crate::detect::report::Report;
 use crate::policy::{PolicyState, Snapshot};
+use crate::probe::Handle;
 use crate::status::{self, HookStatus};
 use crate::telemetry::LevelHandle;
 
@@ -149,6 +151,8 @@ pub struct Context {
     pub policy: OnceLock<watch::Receiver<PolicyState>>,
     /// To whoever decides on the settings.
     pub set_mode: mpsc::Sender<SetMode>,
+    /// Asks pods' networks, once it can.
+    pub probe: OnceLock<Handle>,
     /// The log's level.
     pub level: LevelHandle,
     /// The CNI half, if it runs.
@@ -170,6 +174,7 @@ pub fn alone(level: LevelHandle, desk: Desk, metrics: &crate::cni::metrics::Metr
         tracker: OnceLock::new(),
         policy: OnceLock::new(),
         set_mode,
+        probe: OnceLock::new(),
         level,
         cni: Some(desk),
     };
@@ -194,6 +199,7 @@ pub fn private(context: Arc<Context>) -> Router {
         .route("/v1/explain", get(policy::explain))
         .route("/v1/mode", put(policy::set_mode).get(policy::node_mode))
         .route("/v1/policy", get(policy::policy))
+        .route("/v1/probe", put(probe::probe))
         .route("/v1/log-level", put(log_level))
         .with_state(Arc::clone(&context))
         .merge(public(context))
@@ -352,6 +358,7 @@ mod tests {
             tracker: OnceLock::new(),
             policy: OnceLock::new(),
             set_mode,
+            probe: OnceLock::new(),
             level,
             cni: None,
         };

@@ -80,7 +80,7 @@ fn wrong_arguments_exit_64_and_name_what_is_wrong_and_what_would_be_right() {
         (&["status", "-o", "xml"], &["--output", "xml", "json"]),
         (&["status", "extra"], &["extra"]),
         (&["events", "--output", "yaml"], &["--output", "json"]),
-        (&["mode", "on"], &["'on'", "off, audit, enforce"]),
+        (&["mode", "on"], &["'on'", "off, audit, enforce, policy"]),
         (&["preflight", "--fix"], &["--fix"]),
         (&["cleanup", "--force"], &["--force"]),
         (&["version", "--short"], &["--short"]),
@@ -96,10 +96,16 @@ fn wrong_arguments_exit_64_and_name_what_is_wrong_and_what_would_be_right() {
 }
 
 #[test]
-fn without_a_sub_command_the_help_comes_and_it_is_still_wrong() {
-    let Said { code, err, .. } = run(&[]);
-    assert_eq!(code, Some(64));
-    assert!(COMMANDS.iter().all(|command| err.contains(command)), "{err}");
+fn without_a_sub_command_it_shows_the_status() {
+    let here = [("NOBYPASS_SOCKET", "/nonexistent/agent.sock"), ("NOBYPASS_BPF_DIR", "/nonexistent/bpf")];
+    let [alone, status] = [&[][..], &["status"]].map(|args: &[&str]| {
+        let mut command = nobypass(args);
+        command.envs(here);
+        said(command)
+    });
+    assert_eq!((alone.code, &alone.out, &alone.err), (status.code, &status.out, &status.err));
+    assert_eq!(alone.code, Some(69), "{}", alone.err);
+    assert!(alone.err.contains("no agent runs"), "{}", alone.err);
 }
 
 /// Long flags in a help text, and the environment variables it names.

@@ -435,6 +435,7 @@ fn kernel_and_host_agree_on_garbage() {
                 unknown_policy: UnknownPolicy::Pass.code(),
                 flags: CONFIG_JUDGE_NON_TCP,
                 hold_ns: 0,
+                max_silence_ns: 0,
             };
             for len in 0..=160 - ETHERNET {
                 for turn in 0..60 {

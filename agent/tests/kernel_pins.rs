@@ -23,7 +23,7 @@ use nobypass_common::abi::ABI_VERSION;
 use nobypass_testkit::foreign::pin_map;
 use nobypass_testkit::wait;
 use support::agent::{BIN, Launch};
-use support::machine::{BPF_DIR, Machine, PINS, hook, says};
+use support::machine::{BPF_DIR, Machine, hook, pins, pins_tracepoints, says};
 
 #[test]
 fn one_set_of_pins_has_one_agent_and_cleanup_waits_for_its_end() {
@@ -47,7 +47,7 @@ fn one_set_of_pins_has_one_agent_and_cleanup_waits_for_its_end() {
     assert!(status.out.contains("NO AGENT"), "{}", status.out);
     let first = machine.cleanup();
     assert_eq!(first.code, Some(0), "{}", first.err);
-    assert!(first.out.contains(&format!("removed {PINS} pins")), "{}", first.out);
+    assert!(first.out.contains(&format!("removed {} pins", pins())), "{}", first.out);
     machine.nothing_is_left();
     let second = machine.cleanup();
     assert_eq!(second.code, Some(0), "{}", second.err);
@@ -77,8 +77,8 @@ fn pins_of_another_version_go_once_ours_work() {
     let machine = Machine::new();
     assert!(machine.launch().start().attached().terminate().success());
     machine.mounts.sh(&format!("mv {BPF_DIR}/v{ABI_VERSION} {BPF_DIR}/v0"));
-    let pins = machine.mounts.pins();
-    assert!(pins.len() == PINS && pins.iter().all(|pin| pin.starts_with("nobypass/v0/")), "{pins:?}");
+    let old = machine.mounts.pins();
+    assert!(old.len() == pins() && old.iter().all(|pin| pin.starts_with("nobypass/v0/")), "{old:?}");
 
     // A start that fails leaves the old version at work.
     fs::write(machine.scratch.kubepods().join("cgroup.max.descendants"), "0").unwrap();
@@ -87,7 +87,7 @@ fn pins_of_another_version_go_once_ours_work() {
     assert_eq!(machine.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
 
     let agent = machine.launch().start().attached();
-    agent.line(&["removed the pins of another version", &format!("pins={PINS}")]);
+    agent.line(&["removed the pins of another version", &format!("pins={}", pins())]);
     agent.line(&["attached", "adopted=false"]);
     machine.all_is_attached();
     let ours = format!("nobypass/v{ABI_VERSION}/");
@@ -142,16 +142,17 @@ fn a_pods_cgroup_made_anew_ends_the_agent_and_the_next_one_covers_it() {
 fn pins_that_somebody_removes_are_made_again() {
     let machine = Machine::new();
     let agent = machine.launch().args(["--mode", "enforce"]).start().attached();
-    let pins = machine.mounts.pins();
+    let all = machine.mounts.pins();
     let links = || machine.mounts.pins().into_iter().filter(|pin| pin.contains("/link_"));
-    for which in ["link_egress_", "link_connect6_", "link_cgroup_mkdir", "link_"] {
+    let tracepoint = pins_tracepoints().then_some("link_cgroup_mkdir");
+    for which in ["link_egress_", "link_connect6_"].into_iter().chain(tracepoint).chain(["link_"]) {
         let mut removed = 0;
         for pin in links().filter(|pin| pin.contains(which)) {
             fs::remove_file(machine.mounts.see("/sys/fs/bpf").join(pin)).unwrap();
             removed += 1;
         }
         assert!(removed > 0, "{which}");
-        agent.until("the pins", |_| (machine.mounts.pins() == pins).then_some(()));
+        agent.until("the pins", |_| (machine.mounts.pins() == all).then_some(()));
         agent.until("the hooks", |agent| {
             let status = agent.status();
             status["hooks"].as_array().unwrap().iter().all(|hook| hook["effective"] == true).then_some(())

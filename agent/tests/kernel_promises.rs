@@ -27,14 +27,24 @@ use nobypass_testkit::netns::{FAR4, Netns, world_with_pod};
 use nobypass_testkit::traffic::Traffic;
 use nobypass_testkit::wait;
 use support::agent::Agent;
-use support::machine::Machine;
+use support::machine::{Machine, pins_tracepoints};
 
 const PORT: u16 = 8080;
 const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
 
-/// How many new cgroups each way of entering them is tried with. A smaller number is for trying things out.
+/// How many new cgroups each way of entering them is tried with.
 fn tries() -> u64 {
-    std::env::var("NOBYPASS_TEST_FIRST_PACKETS").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000)
+    number("NOBYPASS_TEST_FIRST_PACKETS", 10_000)
+}
+
+/// How many connections each of two processes makes in each part of the flood.
+fn flooded() -> u64 {
+    number("NOBYPASS_TEST_FLOOD", 20_000)
+}
+
+/// A smaller number is for trying things out, and where emulation is slow.
+fn number(variable: &str, usual: u64) -> u64 {
+    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
 }
 
 /// A pod that its agent knows as meshed, with an app container in it.
@@ -69,7 +79,8 @@ fn no_first_packet_of_a_brand_new_pod_gets_out() {
     let args = ["--mode", "enforce", "--unknown-pods", "hold", "--hold-ms", "60000"];
     let agent = machine.launch().args(args).start().attached();
     world.count_syns().unwrap();
-    let tries = tries();
+    // Without an agent and tracepoints that outlive it, entries of pods that are gone stay: 1024 is what the map holds.
+    let tries = if pins_tracepoints() { tries() } else { tries().min(400) };
     for enter in ["procs", "clone3"] {
         assert_eq!(first_packets(&machine, &pod.ns, enter, tries), (tries, 0), "by {enter}, agent alive");
     }
@@ -115,7 +126,7 @@ fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
     let (pod, app) = meshed(&machine, &mut maps);
     let id = pod.id().unwrap();
 
-    let mut connects = flood(&app, &net.ns, 20_000);
+    let mut connects = flood(&app, &net.ns, flooded());
     let exact = |maps: &Maps, connects: u64| {
         let totals = maps.totals().unwrap();
         assert_eq!(count(&maps.counters(id).unwrap(), Counter::Bypass), connects, "the pod's counter");
@@ -130,7 +141,7 @@ fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
     };
     exact(&maps, connects);
     agent.kill();
-    connects += flood(&app, &net.ns, 20_000);
+    connects += flood(&app, &net.ns, flooded());
     let totals = exact(&maps, connects);
     assert!(
         count(&totals, Counter::EventsRingFull) > 0,
@@ -140,9 +151,9 @@ fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
 
     // With the usual limit, what is left out is suppressed, not lost, and a new agent reads what waited.
     let agent = machine.launch().start().attached();
-    connects += flood(&app, &net.ns, 20_000);
+    connects += flood(&app, &net.ns, flooded());
     let totals = exact(&maps, connects);
-    assert!(count(&totals, Counter::EventsSuppressed) > 30_000, "{totals:?}");
+    assert!(count(&totals, Counter::EventsSuppressed) > flooded(), "{totals:?}");
     // What the agent exports is what the kernel counted.
     let status = agent.status();
     assert_eq!(status["pods"][0]["bypasses"], connects);

@@ -7,7 +7,7 @@ use crate::headers::Address;
 use crate::ids::COUNTERS;
 
 /// The layout's number.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// Parents of pod cgroups that one node can have.
 pub const MAX_PARENTS: usize = 4;
@@ -33,6 +33,9 @@ pub struct Config {
     pub flags: u32,
     /// How long an unknown pod is held, ns.
     pub hold_ns: u64,
+    /// After so long without a heartbeat nothing is dropped or held any more, ns; 0: enforcement goes on without an
+    /// agent.
+    pub max_silence_ns: u64,
     /// Events per second, pod and CPU in the long run.
     pub event_rate: u32,
     /// Events at once, per pod and CPU.
@@ -199,6 +202,40 @@ pub struct Event {
     pub mode: u16,
 }
 
+/// Map `PROBES` (hash by socket cookie): what became of the SYN of one of the agent's probes.
+///
+/// The agent adds an entry before it connects and removes it afterwards; program `nb_probe` fills it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct ProbeRecord {
+    /// SYNs seen: 0 until the first.
+    pub seen: u32,
+    /// Index of the device in the probed network namespace.
+    pub ifindex: u32,
+    /// `skb->mark`.
+    pub mark: u32,
+    /// Destination port of the packet, host order.
+    pub dport: u32,
+    /// Destination of the packet.
+    pub daddr: Address,
+}
+
+/// Between two connections of a refused pod that are let through to be judged, ns: so long may a pod that was repaired
+/// unnoticed still be refused.
+pub const HALF_OPEN_NS: u64 = 1_000_000_000;
+
+/// Map `REFUSALS` (hash by pod cgroup id): what `POD_FASTFAIL4`/`6` came to, per family.
+///
+/// The agent writes an entry before it sets the flags; from then on the programs do, until it is written anew.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Refusal {
+    /// When a connect was last let through to be judged, ns of `CLOCK_MONOTONIC`.
+    pub tried_ns: [u64; 2],
+    /// When a redirect proof was seen since: nothing is refused any more. 0 = never.
+    pub healed_ns: [u64; 2],
+}
+
 /// Longest path that a [`CgroupRecord`] carries, bytes; more than a parent's prefix and a pod's name.
 pub const CGROUP_PATH_MAX: usize = 384;
 
@@ -324,10 +361,12 @@ pub struct LedgerSums {
 /// Sizes without padding, checked when anything that uses this crate is compiled.
 const _: () = {
     assert!(size_of::<Parent>() == 16 + 16 * PREFIX_WORDS);
-    assert!(size_of::<Config>() == 16 + 8 + 16 + 4 * MAX_LEVELS + size_of::<Parent>() * MAX_PARENTS);
+    assert!(size_of::<Config>() == 16 + 16 + 16 + 4 * MAX_LEVELS + size_of::<Parent>() * MAX_PARENTS);
     assert!(size_of::<PodPolicy>() == 56);
     assert!(size_of::<PodCounters>() == 8 * (COUNTERS + 6));
     assert!(size_of::<Event>() == 88);
+    assert!(size_of::<ProbeRecord>() == 32);
+    assert!(size_of::<Refusal>() == 32);
     assert!(size_of::<CgroupRecord>() == 24 + CGROUP_PATH_MAX);
     assert!(core::mem::offset_of!(CgroupRecord, path).is_multiple_of(8) && CGROUP_PATH_MAX.is_multiple_of(8));
     assert!(CGROUP_PATH_MAX >= 8 * PREFIX_WORDS);
@@ -341,7 +380,10 @@ const _: () = {
 
 #[cfg(feature = "user")]
 mod user {
-    use super::{CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey};
+    use super::{
+        CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey, ProbeRecord,
+        Refusal,
+    };
 
     /// Tells aya that a type is plain data.
     macro_rules! pod {
@@ -352,5 +394,17 @@ mod user {
             )+
         };
     }
-    pod!(CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey);
+    pod!(
+        CidrKey,
+        Config,
+        IdKey,
+        LedgerKey,
+        LedgerSums,
+        PodCounters,
+        PodName,
+        PodPolicy,
+        PortKey,
+        ProbeRecord,
+        Refusal
+    );
 }

@@ -37,6 +37,8 @@ pub struct Settings {
     pub flags: u32,
     /// How long an unknown pod is held, ns.
     pub hold_ns: u64,
+    /// After so long without an agent nothing is dropped or held, ns; 0: never.
+    pub max_silence_ns: u64,
 }
 
 /// The pod of a packet.
@@ -69,6 +71,8 @@ pub enum SynOrigin {
 pub trait Facts {
     /// Time, ns of `CLOCK_MONOTONIC`.
     fn now_ns(&mut self) -> u64;
+    /// When an agent was last alive, ns of the same clock.
+    fn agent_seen_ns(&mut self) -> u64;
     /// The destination that the socket asked for, `None` without a TCP socket: a raw one asks for none.
     fn socket_destination(&mut self) -> Option<Address>;
     /// The cgroup id of the socket's ancestor at `level`; 0 if its cgroup is above.
@@ -108,6 +112,13 @@ impl Judgement {
 #[inline(always)]
 pub const fn effective_mode(node: u32, pod: u32) -> u32 {
     if pod == MODE_INHERIT { node } else { pod }
+}
+
+/// Whether there has been no agent for longer than the operator lets the programs drop without one.
+#[inline(always)]
+fn is_alone<F: Facts>(settings: &Settings, facts: &mut F) -> bool {
+    settings.max_silence_ns != 0
+        && facts.now_ns().saturating_sub(facts.agent_seen_ns()) > settings.max_silence_ns
 }
 
 /// Rows 1 to 3: what needs no pod. `None` when the pod has to be looked up.
@@ -150,7 +161,7 @@ pub fn egress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fact
     if policy.kind != PodKind::Meshed.code() || mode == Mode::Off.code() {
         return Judgement::pass(Verdict::NotJudged, new);
     }
-    let enforce = mode == Mode::Enforce.code();
+    let enforce = mode == Mode::Enforce.code() && !is_alone(settings, facts);
     match packet.transport.kind {
         Kind::Syn => {}
         Kind::TcpCut => return bypass(Verdict::BypassRaw, enforce, true, facts),
@@ -197,6 +208,7 @@ fn unknown<F: Facts>(
         && settings.unknown_policy == UnknownPolicy::Hold.code()
         && settings.mode != Mode::Off.code()
         && facts.now_ns().saturating_sub(policy.since_ns) < settings.hold_ns
+        && !is_alone(settings, facts)
     {
         return Judgement {
             verdict: Verdict::Unknown,
@@ -343,7 +355,7 @@ pub fn ingress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fac
     if accepted_by_proxy || facts.node_address(&packet.addresses.source) || facts.exempt(policy, packet) {
         return Judgement::pass(Verdict::InboundOk, true);
     }
-    let enforce = mode == Mode::Enforce.code();
+    let enforce = mode == Mode::Enforce.code() && !is_alone(settings, facts);
     let droppable = policy.flags & POD_INBOUND_DROP != 0;
     Judgement {
         verdict: Verdict::InboundBypass,

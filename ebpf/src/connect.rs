@@ -1,7 +1,8 @@
 //! `cgroup/connect4` and `connect6`: refuse at once what egress would drop anyway.
 //!
 //! These hooks run before routing and cannot see whether this connection would be redirected. They refuse only
-//! where the agent has confirmed that the pod's connections of that family are not (`POD_FASTFAIL4`/`6`).
+//! where the agent has confirmed that the pod's connections of that family are not (`POD_FASTFAIL4`/`6`), and let one
+//! through now and then, so that egress can see a repair that nobody told of.
 
 use aya_ebpf::bindings::bpf_sock_addr;
 use aya_ebpf::helpers::generated::{bpf_bind, bpf_get_current_ancestor_cgroup_id};
@@ -16,7 +17,7 @@ use nobypass_common::verdict::{self, Packet};
 
 use crate::count::Tally;
 use crate::facts::{has_network, has_port};
-use crate::pod;
+use crate::{pod, refusal};
 
 /// Return codes: 0 makes connect(2) fail with EPERM.
 const REFUSE: i32 = 0;
@@ -139,6 +140,7 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
     if policy.kind != PodKind::Meshed.code()
         || policy.flags & fastfail == 0
         || verdict::effective_mode(config.mode, policy.mode) != Mode::Enforce.code()
+        || pod::is_alone(config)
         // Egress knows these exemptions, this hook does not.
         || policy.flags & POD_EXEMPT_IDS != 0
         || may_be_proxy(policy)
@@ -154,7 +156,10 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
         ifindex: 0,
         mark: 0,
     };
-    if exempt::egress(policy, &packet, &mut Exemptions) || is_own(addr, own) {
+    if exempt::egress(policy, &packet, &mut Exemptions)
+        || is_own(addr, own)
+        || !refusal::holds(owner.id, family)
+    {
         return ALLOW;
     }
     Tally::of(owner.id).add(Counter::FastFail);

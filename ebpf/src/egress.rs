@@ -4,6 +4,7 @@ use aya_ebpf::EbpfContext as _;
 use aya_ebpf::bindings::__sk_buff;
 use aya_ebpf::helpers::generated::bpf_get_socket_cookie;
 use aya_ebpf::programs::SkBuffContext;
+use nobypass_common::abi::{POD_FASTFAIL4, POD_FASTFAIL6};
 use nobypass_common::headers::Kind;
 use nobypass_common::ids::{Hook, Verdict};
 use nobypass_common::verdict::{self, Facts as _, Judgement, Packet, Pod, Settings, SynOrigin};
@@ -11,7 +12,7 @@ use nobypass_common::verdict::{self, Facts as _, Judgement, Packet, Pod, Setting
 use crate::count::{self, Seen};
 use crate::facts::{self, MARK_COUNTED, MARK_DROPPED, MARK_HELD, SkbFacts};
 use crate::pod::{self, Owner};
-use crate::{DROP, PASS, packet};
+use crate::{DROP, PASS, packet, refusal};
 
 /// Judges one packet.
 #[inline(always)]
@@ -27,6 +28,12 @@ pub fn run(ctx: &SkBuffContext) -> i32 {
     let mut facts = SkbFacts::new(ctx, Hook::Egress, packet.family);
     let judgement = verdict::egress(&packet, &settings, pod_of(&owner), &mut facts);
     remember(&facts, &packet, &judgement);
+    if matches!(judgement.verdict, Verdict::RedirectProof)
+        && let Some(policy) = owner.policy
+        && policy.flags & (POD_FASTFAIL4 | POD_FASTFAIL6) != 0
+    {
+        refusal::heal(owner.id, packet.family);
+    }
     let (level, pod_mode) = owner.policy.map_or((0, 0), |policy| (policy.level, policy.mode));
     count::record(config, &packet, &judgement, owner.id, || Seen {
         pod: owner.id,
@@ -48,6 +55,7 @@ pub fn settings(config: &nobypass_common::abi::Config) -> Settings {
         unknown_policy: config.unknown_policy,
         flags: config.flags,
         hold_ns: config.hold_ns,
+        max_silence_ns: config.max_silence_ns,
     }
 }
 

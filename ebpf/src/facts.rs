@@ -13,6 +13,7 @@ use nobypass_common::ids::Hook;
 use nobypass_common::verdict::{Facts, Packet, SynOrigin};
 
 use crate::maps::{EXEMPT_CIDRS, EXEMPT_IDS, EXEMPT_PORTS, NODE_ADDRS, SYN_MARKS};
+use crate::pod;
 
 /// Lower bits of a value of `SYN_MARKS`: what happened to the connection's earlier SYN. No mark: it passed and was
 /// counted.
@@ -89,6 +90,11 @@ impl Facts for SkbFacts {
     fn now_ns(&mut self) -> u64 {
         // SAFETY: no memory is touched.
         unsafe { bpf_ktime_get_ns() }
+    }
+
+    #[inline(always)]
+    fn agent_seen_ns(&mut self) -> u64 {
+        pod::agent_seen_ns()
     }
 
     #[inline(always)]

@@ -10,7 +10,7 @@ use nobypass_common::abi::{CGROUP_PATH_MAX, CgroupRecord, Config, MAX_PARENTS};
 use nobypass_common::cgroup_path::{self, Place, Words};
 use nobypass_common::ids::{CgroupChange, PodKind};
 
-use crate::maps::{CGROUPS, COUNTERS, HEARTBEAT, POLICY, SCRATCH};
+use crate::maps::{CGROUPS, COUNTERS, HEARTBEAT, POLICY, REFUSALS, SCRATCH};
 use crate::pod;
 
 /// Offsets of the tracepoints' fields after the common ones
@@ -50,6 +50,7 @@ pub fn rmdir(ctx: &TracePointContext) -> u32 {
     let Some((record, place)) = read(ctx) else { return 0 };
     if !matches!(place, Place::Container) {
         let _ = POLICY.remove(record.id);
+        let _ = REFUSALS.remove(record.id);
         // The agent folds a dead pod's counters into its sums; without one they would fill the map.
         // SAFETY: no memory is touched.
         let now = unsafe { bpf_ktime_get_ns() };

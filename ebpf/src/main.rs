@@ -23,6 +23,8 @@ mod lifecycle;
 mod maps;
 mod packet;
 mod pod;
+mod probe;
+mod refusal;
 
 use aya_ebpf::macros::{cgroup_skb, cgroup_sock_addr, tracepoint};
 use aya_ebpf::programs::{SkBuffContext, SockAddrContext, TracePointContext};
@@ -36,6 +38,12 @@ const PASS: i32 = 1;
 #[cgroup_skb(egress)]
 pub fn nb_egress(ctx: SkBuffContext) -> i32 {
     egress::run(&ctx)
+}
+
+/// Answers the agent's probes.
+#[cgroup_skb(egress)]
+pub fn nb_probe(ctx: SkBuffContext) -> i32 {
+    probe::run(&ctx)
 }
 
 /// Judges connections that arrive at a pod.

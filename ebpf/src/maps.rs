@@ -5,6 +5,7 @@ use aya_ebpf::macros::{btf_map, map};
 use aya_ebpf::maps::{Array, HashMap, LpmTrie, PerCpuArray, PerCpuHashMap, RingBuf};
 use nobypass_common::abi::{
     CgroupRecord, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
+    ProbeRecord, Refusal,
 };
 use nobypass_common::headers::Address;
 
@@ -53,6 +54,14 @@ pub static NAMES: HashMap<u64, PodName> = HashMap::with_max_entries(1024, 1 /* B
 #[map]
 pub static LEDGER: HashMap<LedgerKey, LedgerSums> =
     HashMap::with_max_entries(4096, 1 /* BPF_F_NO_PREALLOC */);
+
+/// Probes under way: one at a time is usual.
+#[map]
+pub static PROBES: HashMap<u64, ProbeRecord> = HashMap::with_max_entries(64, 0);
+
+/// Pods whose connections are refused at once. Entries set by the loader.
+#[map]
+pub static REFUSALS: HashMap<u64, Refusal> = HashMap::with_max_entries(1024, 0);
 
 /// A rate-limited sample of bypasses, see `emit`.
 #[map]

@@ -4,7 +4,7 @@ use aya_ebpf::helpers::bpf_ktime_get_ns;
 use nobypass_common::abi::{Config, MAX_LEVELS, MAX_PARENTS, PodPolicy};
 use nobypass_common::ids::PodKind;
 
-use crate::maps::{CONFIG, POLICY};
+use crate::maps::{CONFIG, HEARTBEAT, POLICY};
 
 /// Update flag: only if there is no entry (`BPF_NOEXIST`).
 const NO_EXIST: u64 = 1;
@@ -22,6 +22,20 @@ pub struct Owner {
 pub fn config() -> Option<&'static Config> {
     let config = CONFIG.get(0)?;
     if config.mode == 0 { None } else { Some(config) }
+}
+
+/// When an agent was last alive, ns of `CLOCK_MONOTONIC`.
+#[inline(always)]
+pub fn agent_seen_ns() -> u64 {
+    HEARTBEAT.get(0).map_or(0, |seen| *seen)
+}
+
+/// Whether there has been no agent for longer than the operator lets the programs drop without one.
+#[inline(always)]
+pub fn is_alone(config: &Config) -> bool {
+    // SAFETY: no memory is touched.
+    config.max_silence_ns != 0
+        && unsafe { bpf_ktime_get_ns() }.saturating_sub(agent_seen_ns()) > config.max_silence_ns
 }
 
 /// Finds the pod, given the cgroup id of the ancestor at a level (0 above the cgroup's own level).

@@ -9,6 +9,7 @@ use anyhow::Result;
 use crate::exec::{self, succeeds};
 use crate::snapshot::Snapshot;
 use crate::tally::Tally;
+use crate::vm::{self, Level, NEWEST, SERIES};
 use crate::workspace::Workspace;
 use crate::{demo, fuzz, lint, setup, test};
 
@@ -32,6 +33,7 @@ pub fn run() -> Tally {
     total += step("test", || test::run(&[], &[]));
     total += step("fuzz", || fuzz::run(&[], FUZZ_SECONDS, &[]));
     total += step("demo", run_demo);
+    total += step("other kernels", other_kernels);
     total += step("nothing left behind", || Ok(check_leftovers(&before, &id)));
     total
 }
@@ -45,6 +47,13 @@ fn step(name: &str, run: impl FnOnce() -> Result<Tally>) -> Tally {
     });
     println!("=== {name}: {tally} ({} s)", start.elapsed().as_secs());
     tally
+}
+
+/// On every kernel what shows that the programs work there; on the oldest and the newest also the agent.
+fn other_kernels() -> Result<Tally> {
+    let mut total = vm::run(&[], Level::Object, &vm::CHOSEN.map(str::to_owned), true)?;
+    total += vm::run(&[SERIES[0], NEWEST].map(str::to_owned), Level::Agent, &[], true)?;
+    Ok(total)
 }
 
 fn run_demo() -> Result<Tally> {

@@ -11,9 +11,10 @@ use anyhow::{Context as _, Result, bail};
 /// Where administrators' programs live; an ordinary user's `PATH` lacks these on Debian.
 const SBIN: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
 
-/// What `cargo run` puts into our environment for this package only. A child cargo must not inherit it.
-const OURS: [&str; 5] =
-    ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "RUST_RECURSION_COUNT"];
+/// What `cargo run` and `cargo test` put into our environment for one package only. A child cargo must not inherit it: build
+/// scripts that look at such a variable would run anew, and so would all that depends on them.
+const OURS: [&str; 6] =
+    ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "OUT_DIR", "RUST_RECURSION_COUNT"];
 
 /// A variable for the environment of everything that this run starts, see [`mark`].
 static MARK: OnceLock<(&str, String)> = OnceLock::new();

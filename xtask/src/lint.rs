@@ -4,9 +4,10 @@ use std::env;
 
 use anyhow::Result;
 
-use crate::exec::{cargo, succeeds};
+use crate::deploy;
+use crate::exec::{cargo, in_ci, succeeds};
 use crate::rules;
-use crate::setup::{self, BUILD, FUZZ, LINT};
+use crate::setup::{self, BUILD, DEPLOY, FUZZ, LINT};
 use crate::tally::Tally;
 use crate::tier;
 use crate::workspace::Workspace;
@@ -28,7 +29,27 @@ pub fn run() -> Result<Tally> {
         }
         total += Tally::of(passed);
     }
+    println!("== lint: deploy");
+    total += check_deploy();
     Ok(total)
+}
+
+/// Needs tools that not everybody who changes a line of Rust has.
+fn check_deploy() -> Tally {
+    match setup::ensure(DEPLOY) {
+        Err(lacking) if !in_ci() => {
+            println!("== lint: deploy: skipped: {}", lacking.reason());
+            Tally { skipped: 1, ..Tally::default() }
+        }
+        Err(lacking) => {
+            println!("== lint: deploy: FAILED: {}", lacking.reason());
+            Tally::FAILED
+        }
+        Ok(()) => deploy::check().unwrap_or_else(|error| {
+            println!("== lint: deploy: FAILED: {error:#}");
+            Tally::FAILED
+        }),
+    }
 }
 
 fn format() -> Result<bool> {

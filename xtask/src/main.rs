@@ -6,8 +6,10 @@ mod bench;
 mod bpf;
 mod ci;
 mod demo;
+mod deploy;
 mod exec;
 mod fuzz;
+mod image;
 mod lint;
 mod machine;
 mod process;
@@ -45,7 +47,7 @@ enum Command {
     /// Install what building, testing and the demo need; what is there is left alone
     ///
     /// Tools for the eBPF build go into NOBYPASS_TOOLCHAIN_DIR (default: nobypass/bpf-toolchain in the user's
-    /// cache directory). System packages are installed only as root and where apt-get exists; otherwise each
+    /// cache directory), programs from Go modules beside it where Go is. System packages are installed only as root and where apt-get exists; otherwise each
     /// missing one is named with what to do. Exit code 0: all there; 1: something is missing.
     Setup {
         /// Only these: tools, packages, or names as the command prints them
@@ -88,6 +90,10 @@ enum Command {
         #[arg(last = true)]
         args: Vec<String>,
     },
+    /// Build the agent's container image, an OCI archive around one static program; no container engine is needed
+    ///
+    /// The same commit and tool-chain give the same bytes. Fails if the image gets larger than 20 MB.
+    Image(image::Args),
     /// Feed generated input to parsers and planners, guided by coverage
     #[command(after_help = fuzz::help())]
     Fuzz {
@@ -101,6 +107,12 @@ enum Command {
         /// For libFuzzer: files to try again, `-jobs=2`, ...
         #[arg(last = true)]
         args: Vec<String>,
+    },
+    /// Render deploy/manifests from deploy/chart
+    Render {
+        /// Write nothing; check chart, manifests and alerts, as `lint` does
+        #[arg(long)]
+        check: bool,
     },
     /// Run the kernel tests on other kernels, in small virtual machines with software emulation
     ///
@@ -148,6 +160,9 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
         Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
+        Command::Render { check: true } => Ok(end(counted(deploy::check()))),
+        Command::Render { check: false } => deploy::render().map(|()| ExitCode::SUCCESS),
+        Command::Image(args) => image::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Fuzz { targets, seconds, args } => Ok(end(counted(fuzz::run(&targets, seconds, &args)))),
         Command::Vm { kernel, level, filter } => Ok(end(counted(vm::run(&kernel, level, &filter, false)))),
         Command::Lint => Ok(end(counted(lint::run()))),

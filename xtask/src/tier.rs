@@ -136,8 +136,8 @@ mod tests {
             required_features: required.iter().map(ToString::to_string).collect(),
         };
         let targets = targets.iter().map(target).collect();
-        let package =
-            Package { name: "p".into(), features: vec!["kernel-tests".into(), "x".into()], targets };
+        let features = vec!["kernel-tests".into(), "x".into()];
+        let package = Package { name: "p".into(), features, targets, ..Package::default() };
         Workspace { target_dir: "/t".into(), packages: vec![package] }
     }
 

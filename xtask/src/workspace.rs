@@ -13,9 +13,13 @@ pub struct Workspace {
     pub packages: Vec<Package>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct Package {
     pub name: String,
+    pub version: String,
+    pub description: String,
+    pub license: String,
+    pub repository: String,
     pub features: Vec<String>,
     pub targets: Vec<Target>,
 }
@@ -43,12 +47,21 @@ impl Workspace {
         })
     }
 
+    /// The package of this name.
+    pub fn package(&self, name: &str) -> Option<&Package> {
+        self.packages.iter().find(|package| package.name == name)
+    }
+
     /// Is there a binary of this name in this package?
     pub fn has_bin(&self, package: &str, name: &str) -> bool {
-        let packages = self.packages.iter().filter(|candidate| candidate.name == package);
-        packages
-            .flat_map(|package| &package.targets)
-            .any(|target| target.kind == "bin" && target.name == name)
+        self.bins(package).any(|bin| bin == name)
+    }
+
+    /// The programs of a package.
+    pub fn bins<'a>(&'a self, package: &str) -> impl Iterator<Item = &'a str> {
+        let package = self.packages.iter().find(|candidate| candidate.name == package);
+        let targets = package.map_or(&[][..], |package| &package.targets);
+        targets.iter().filter(|target| target.kind == "bin").map(|target| target.name.as_str())
     }
 }
 
@@ -68,6 +81,10 @@ fn package(value: &Value) -> Package {
     let features = value.get("features").and_then(Value::as_object);
     Package {
         name: text(value, "name"),
+        version: text(value, "version"),
+        description: text(value, "description"),
+        license: text(value, "license"),
+        repository: text(value, "repository"),
         features: features.map(|features| features.keys().cloned().collect()).unwrap_or_default(),
         targets: list(value, "targets").iter().map(target).collect(),
     }

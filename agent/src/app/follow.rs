@@ -6,6 +6,7 @@ use std::time::Instant;
 use nobypass_common::ids::CgroupChange;
 use tokio::sync::{broadcast, mpsc, watch};
 
+use super::react::Reactions;
 use super::{CGROUP_QUEUE, Ended};
 use crate::bpf::events::{Ring, cgroup_notice, event};
 use crate::bpf::{Maps, selftest};
@@ -116,6 +117,7 @@ pub(super) async fn follow_events(
     maps: Maps,
     snapshots: watch::Receiver<Snapshot>,
     reports: broadcast::Sender<Arc<Report>>,
+    reactions: Reactions,
 ) -> Ended {
     let mut limit = LogLimit::default();
     loop {
@@ -124,6 +126,10 @@ pub(super) async fn follow_events(
             return ("events", Err(error.to_string()));
         }
         let snapshot = snapshots.borrow().clone();
+        // First of all: an application waits.
+        for event in &events {
+            reactions.to(event, &snapshot);
+        }
         for event in events {
             let mut report = report(&event, &snapshot, wall(event.ts_ns));
             if report.pod.is_empty()

@@ -91,7 +91,7 @@ pub(super) async fn follow_policy(
 
 /// The labels and annotations that profiles and policy read, for the sources to keep.
 pub(super) fn kept_keys(state: &PolicyState) -> Keys {
-    let mut keys = state.profiles.keys();
+    let mut keys = state.profiles.wanted().keys;
     keys.extend(own_keys(state));
     keys
 }
@@ -103,7 +103,7 @@ fn own_keys(state: &PolicyState) -> impl Iterator<Item = &str> {
 
 /// The sources keep what was asked for at the start.
 fn tell_unread(state: &PolicyState, kept: &Keys, health: &Health) {
-    let of_profiles = state.profiles.keys();
+    let of_profiles = state.profiles.wanted().keys;
     let unread: BTreeSet<&str> =
         of_profiles.iter().chain(own_keys(state)).filter(|key| !kept.keeps(key)).collect();
     if unread.is_empty() {

@@ -74,7 +74,7 @@ pub struct Kernel {
     degraded: Vec<Degraded>,
     adopted: bool,
     /// Tracepoint links that this kernel cannot pin (before 5.15): they live as long as the agent.
-    unpinned: Vec<TracePointLink>,
+    unpinned: Vec<(Hook, TracePointLink)>,
     /// Held for as long as this lives.
     _lock: Option<File>,
 }
@@ -222,7 +222,7 @@ impl Kernel {
             effective.push((hook, everywhere && !self.parents.is_empty()));
         }
         for hook in Hook::TRACEPOINT {
-            let attached = self.dir.link(hook, None).exists() || !self.unpinned.is_empty();
+            let attached = self.dir.link(hook, None).exists() || self.unpinned.iter().any(|on| on.0 == hook);
             effective.push((hook, attached && !self.degraded.iter().any(|degraded| degraded.hook == hook)));
         }
         effective
@@ -326,8 +326,9 @@ impl Kernel {
                 tracing::warn!(hook = hook.label(), %error, "this kernel cannot pin tracepoints: new pods are known \
                     at their first packet while no agent runs");
                 // The conversion consumed the link: attach again, and keep it.
-                if let Ok(link) = attach_tracepoint(&mut self.ebpf, hook) {
-                    self.unpinned.push(link);
+                match attach_tracepoint(&mut self.ebpf, hook) {
+                    Ok(link) => self.unpinned.push((hook, link)),
+                    Err(source) => self.degrade(hook, Chain(Box::new(source)).to_string()),
                 }
                 Ok(())
             }

@@ -8,6 +8,7 @@ use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
 use nobypass_common::abi::{
     ABI_VERSION, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
+    ProbeRecord, Refusal,
 };
 use nobypass_common::headers::Address;
 use nobypass_common::ids::Mode;
@@ -23,7 +24,7 @@ const fn size<T>() -> u32 {
 }
 
 /// Maps that are pinned: name, key size, value size (0: none of one's own).
-pub const PINNED: [(&str, u32, u32); 15] = [
+pub const PINNED: [(&str, u32, u32); 17] = [
     ("CONFIG", 4, size::<Config>()),
     ("HEARTBEAT", 4, 8),
     ("POLICY", 8, size::<PodPolicy>()),
@@ -35,6 +36,8 @@ pub const PINNED: [(&str, u32, u32); 15] = [
     ("NODE_ADDRS", 16, 1),
     ("NAMES", 8, size::<PodName>()),
     ("LEDGER", size::<LedgerKey>(), size::<LedgerSums>()),
+    ("PROBES", 8, size::<ProbeRecord>()),
+    ("REFUSALS", 8, size::<Refusal>()),
     ("EVENTS", 0, 0),
     ("CGROUPS", 0, 0),
     ("SCRATCH", 4, size::<nobypass_common::abi::CgroupRecord>()),
@@ -42,7 +45,7 @@ pub const PINNED: [(&str, u32, u32); 15] = [
 ];
 
 /// Maps with an entry for each pod.
-pub const PER_POD: [&str; 3] = ["POLICY", "COUNTERS", "NAMES"];
+pub const PER_POD: [&str; 4] = ["POLICY", "COUNTERS", "NAMES", "REFUSALS"];
 
 /// The maps, opened from their pins: the agent and, while no agent runs, the command line.
 pub struct Maps {
@@ -57,6 +60,7 @@ pub struct Maps {
     node_addrs: HashMap<MapData, Address, u8>,
     names: HashMap<MapData, u64, PodName>,
     ledger: HashMap<MapData, LedgerKey, LedgerSums>,
+    refusals: HashMap<MapData, u64, Refusal>,
     capacity: u32,
 }
 
@@ -113,6 +117,7 @@ impl Maps {
             node_addrs: open!(dir, "NODE_ADDRS", HashMap),
             names: open!(dir, "NAMES", HashMap),
             ledger: open!(dir, "LEDGER", HashMap),
+            refusals: open!(dir, "REFUSALS", HashMap),
             capacity,
         })
     }
@@ -193,6 +198,19 @@ impl Maps {
         }
     }
 
+    /// Starts a refusal: to be called before `POD_FASTFAIL4`/`6` are set.
+    ///
+    /// # Errors
+    /// [`BpfError::Map`].
+    pub fn set_refusal(&mut self, pod: u64, refusal: &Refusal) -> Result<(), BpfError> {
+        self.refusals.insert(pod, refusal, 0).map_err(failed("REFUSALS"))
+    }
+
+    /// What a refusal came to.
+    pub fn refusal(&self, pod: u64) -> Option<Refusal> {
+        self.refusals.get(&pod, 0).ok()
+    }
+
     /// Removes what is kept for a pod that is gone.
     ///
     /// # Errors
@@ -200,6 +218,7 @@ impl Maps {
     pub fn forget(&mut self, pod: u64) -> Result<(), BpfError> {
         absent_is_fine("POLICY", self.policy.remove(&pod))?;
         absent_is_fine("COUNTERS", self.counters.remove(&pod))?;
+        absent_is_fine("REFUSALS", self.refusals.remove(&pod))?;
         absent_is_fine("NAMES", self.names.remove(&pod))
     }
 

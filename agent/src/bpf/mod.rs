@@ -8,6 +8,7 @@ pub mod hooks;
 pub mod kernel;
 pub mod maps;
 pub mod pins;
+pub mod probe;
 pub mod selftest;
 
 pub use error::BpfError;

@@ -4,6 +4,7 @@
 //! `bpf_skb_ancestor_cgroup_id()` answers.
 
 pub mod model;
+pub mod netns;
 pub mod parents;
 pub mod path;
 pub mod root;

@@ -10,7 +10,8 @@ Exit codes:
   1   the command ran and the answer is no, or it failed
   64  wrong arguments, environment or configuration file
   69  something needed is not there (agent, container runtime, cgroup2, bpffs, kernel feature)
-  77  missing permission";
+  77  missing permission
+  95  validate: connections of this pod are not redirected";
 
 /// How a sub-command ended. The numbers follow sysexits.h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +27,8 @@ pub enum Exit {
     Unavailable = 69,
     /// Missing permission (`EX_NOPERM`).
     NoPermission = 77,
+    /// Connections of this pod are not redirected, as Linkerd's validator says it.
+    NotRedirected = 95,
 }
 
 impl Termination for Exit {

@@ -7,12 +7,18 @@ mod cni;
 mod events;
 pub mod exit;
 mod explain;
+mod manual;
 mod mode;
 mod policy;
 mod preflight;
+mod probe;
 mod status;
 mod table;
+mod validate;
 mod variables;
+
+use std::env::args_os;
+use std::ffi::OsString;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use exit::Exit;
@@ -50,7 +56,7 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 enum Command {
     /// Run the agent of this node
     Agent(Box<agent::Args>),
-    /// Show this node's pods and what their connections do
+    /// Show this node's pods and what their connections do; this is what `nobypass` alone does too
     Status(status::Args),
     /// Show bypasses as they happen
     Events(events::Args),
@@ -62,6 +68,11 @@ enum Command {
     Policy(policy::Policy),
     /// Check what this node has and lacks, and say what to do
     Preflight(preflight::Args),
+    /// Ask a pod's network whether a new connection would be redirected
+    Probe(probe::Args),
+    /// Ask pods' networks (run by the agent)
+    #[command(name = crate::probe::helper::COMMAND, hide = true)]
+    ProbeHelper(crate::probe::helper::Args),
     /// Detach the programs and remove the pins (an agent that ends leaves them in effect)
     Cleanup(cleanup::Args),
     /// Prove that the hooks see a connection (run by the agent)
@@ -69,6 +80,12 @@ enum Command {
     Canary,
     /// Look at, patch and clean up the node's CNI configuration
     Cni(cni::Cni),
+    /// Prove from inside a pod that its connections are redirected (an init container; no privileges)
+    Validate(validate::Args),
+    /// Print a shell's completion script
+    Completions(manual::Completions),
+    /// Write the man pages into a directory
+    Man(manual::Man),
     /// Print the version
     Version,
 }
@@ -76,7 +93,11 @@ enum Command {
 /// Parses the process's arguments and runs the sub-command.
 pub fn main() -> Exit {
     let command = variables::without_empty(Cli::command());
-    let parsed = command.clone().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    // Alone it is the question that is asked most.
+    let status = [OsString::from("nobypass"), OsString::from("status")];
+    let args: Vec<OsString> = if args_os().len() < 2 { status.into() } else { args_os().collect() };
+    let parsed =
+        command.clone().try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
@@ -96,11 +117,19 @@ pub fn main() -> Exit {
         Command::Policy(args) => policy::run(&args),
         Command::Cleanup(args) => cleanup::run(&args),
         Command::Preflight(args) => preflight::run(&args),
+        Command::Probe(args) => probe::run(&args),
+        Command::ProbeHelper(args) => match crate::probe::helper::run(&args) {
+            Ok(()) => Exit::Ok,
+            Err(error) => exit::fail(Exit::Failed, &format!("probe-helper: {error}")),
+        },
         Command::Canary => {
             crate::bpf::selftest::child();
             Exit::Ok
         }
         Command::Cni(command) => cni::main(&command),
+        Command::Validate(args) => validate::run(&args),
+        Command::Completions(args) => manual::completions(&args, &Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
         Command::Version => exit::print(&format!("nobypass {}\n", env!("CARGO_PKG_VERSION"))),
     }
 }

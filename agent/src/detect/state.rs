@@ -173,3 +173,6 @@ fn since(evidence: &FamilyEvidence, not_before: u64) -> FamilyEvidence {
         preexisting: preexisting.filter(|(_, at)| *at >= not_before),
     }
 }
+
+#[cfg(test)]
+mod tests;

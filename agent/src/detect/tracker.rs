@@ -17,7 +17,7 @@ use super::verdict::PodVerdict;
 use crate::bpf::Maps;
 use crate::mesh::{Profile, Profiles};
 use crate::pods::PodUid;
-use crate::pods::model::{Keys, State};
+use crate::pods::model::Keys;
 use crate::policy::{PodView, Snapshot};
 use crate::sys::clock::{monotonic_ns, monotonic_of};
 
@@ -151,9 +151,7 @@ impl Tracker {
 
     fn report(&mut self, report: &Arc<Report>) -> bool {
         let Some(state) = self.states.get_mut(&report.cgroup) else { return false };
-        let canaries =
-            self.profiles.named(&state.pod.mesh).map_or(&[][..], |profile| &profile.validator.addresses);
-        for sign in signs(report, canaries) {
+        for sign in signs(report, self.profiles.named(&state.pod.mesh)) {
             state.add(&sign);
         }
         self.recent.keep(report.cgroup, report);
@@ -204,22 +202,29 @@ fn created(pod: &PodView) -> u64 {
 }
 
 /// What the mesh's own validator said: of the family that the mesh redirects, IPv4 first, since it tries one only.
+///
+/// Only the code by which it refuses, and success, say anything of the redirection.
 fn validator(pod: &PodView, profile: &Profile) -> Option<Evidence> {
-    let names: Keys = profile.containers.validator.iter().map(|name| &**name).collect();
-    let containers = pod.facts.as_ref()?.containers.iter();
-    let ended =
-        containers.filter(|container| names.keeps(&container.name) && container.state == State::Exited);
-    let container = ended.max_by_key(|container| container.created_at)?;
+    let names = validators(profile);
+    let facts = pod.facts.as_ref()?;
+    let of = facts.containers.iter().filter(|container| names.keeps(&container.name));
+    let container = of.max_by_key(|container| container.created_at)?;
+    let exit_code = container.exit_code.or(container.last_exit_code)?;
     let family = if pod.families[0] { Family::V4 } else { Family::V6 };
-    Some(Evidence::Validator {
+    (exit_code == 0 || profile.validator.exit_code == Some(exit_code)).then_some(Evidence::Validator {
         family,
-        exit_code: container.exit_code?,
+        exit_code,
         at: monotonic_of(container.created_at),
     })
 }
 
+/// Names of the mesh's validator.
+fn validators(profile: &Profile) -> Keys {
+    profile.containers.validator.iter().map(|name| &**name).collect()
+}
+
 /// What an event says.
-fn signs(report: &Report, canaries: &[SocketAddr]) -> Vec<Evidence> {
+fn signs(report: &Report, profile: Option<&Profile>) -> Vec<Evidence> {
     if report.direction != "outbound" {
         return Vec::new();
     }
@@ -229,7 +234,12 @@ fn signs(report: &Report, canaries: &[SocketAddr]) -> Vec<Evidence> {
     };
     let family = if to.is_ipv4() { Family::V4 } else { Family::V6 };
     let mut signs = vec![Evidence::Bypass { family, reason, at: report.at_ns }];
-    if canaries.contains(&to) {
+    let canary = profile.is_some_and(|profile| {
+        // A container that nobody has named yet is known by the address alone.
+        let unnamed = report.container.parse::<u64>().is_ok();
+        profile.validator.addresses.contains(&to) && (unnamed || validators(profile).keeps(&report.container))
+    });
+    if canary {
         signs.push(Evidence::Canary { family, at: report.at_ns });
     }
     signs
@@ -252,3 +262,6 @@ fn tell(pod: &PodView, change: &Transition) {
         );
     }
 }
+
+#[cfg(test)]
+mod tests;

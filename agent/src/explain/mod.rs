@@ -15,8 +15,8 @@ use crate::bpf::Maps;
 use crate::detect::report::Report;
 use crate::detect::verdict::{count, mode_label};
 use crate::detect::{Family, PodState};
-use crate::mesh::{Exemptions, Listed, Membership, Profile, Profiles, recognise};
-use crate::pods::model::{Container, Keys, Role, State};
+use crate::mesh::{Exemptions, Listed, Membership, MeshRole, Profiles, UserPorts, recognise};
+use crate::pods::model::{Container, State};
 use crate::policy::effective::Traffic;
 use crate::policy::mode::{Downgrade, Said};
 use crate::policy::text;
@@ -221,7 +221,7 @@ pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
         mode,
         traffic: view.traffic.map(traffic),
         enforce: String::new(),
-        containers: containers(view, profile),
+        containers: containers(view, membership.as_ref()),
         exemptions: membership.as_ref().map_or_else(BTreeMap::new, exemptions),
         counters: counters(&kernel.counters),
         events: events.iter().map(|report| Report::clone(report)).collect(),
@@ -344,22 +344,10 @@ fn traffic(traffic: Traffic) -> TrafficExplained {
     }
 }
 
-fn containers(view: &PodView, profile: Option<&Profile>) -> Vec<ContainerExplained> {
-    let role = |container: &Container| {
-        let is =
-            |names: &[Box<str>]| names.iter().map(|name| &**name).collect::<Keys>().keeps(&container.name);
-        match profile.map(|profile| &profile.containers) {
-            Some(of_mesh) if is(&of_mesh.proxy) => "proxy",
-            Some(of_mesh) if is(&of_mesh.init) => "mesh init",
-            Some(of_mesh) if is(&of_mesh.validator) => "validator",
-            _ => match container.role {
-                Role::Init => "init",
-                Role::NativeSidecar => "sidecar",
-                Role::App => "app",
-                Role::Ephemeral => "ephemeral",
-                Role::Unknown => "",
-            },
-        }
+fn containers(view: &PodView, membership: Option<&Membership>) -> Vec<ContainerExplained> {
+    let role = |container: &Container| match membership {
+        Some(Membership::Meshed(meshed)) => meshed.roles.of(&container.name).map_or("", MeshRole::as_str),
+        _ => "",
     };
     let facts = view.facts.iter().flat_map(|facts| &facts.containers);
     let explained = facts.map(|container| ContainerExplained {
@@ -380,31 +368,33 @@ fn containers(view: &PodView, profile: Option<&Profile>) -> Vec<ContainerExplain
     explained.collect()
 }
 
+fn texts<T: ToString>(values: &[T]) -> Vec<String> {
+    values.iter().map(ToString::to_string).collect()
+}
+
 fn exemptions(membership: &Membership) -> BTreeMap<String, Vec<String>> {
     let Membership::Meshed(meshed) = membership else { return BTreeMap::new() };
     let Exemptions { out_ports, out_cidrs, listed, uids, user_ports, gids, devices, in_ports, in_sources } =
         &meshed.exemptions;
-    let but_listed = listed.as_ref().map_or_else(Vec::new, |Listed { ports, cidrs }| {
-        let all = shown(ports).into_iter().chain(shown(cidrs)).collect::<Vec<_>>();
-        vec![format!("all but {}", if all.is_empty() { "nothing".to_owned() } else { all.join(", ") })]
+    let empty = Listed::default();
+    let Listed { ports: only_ports, cidrs: only_cidrs } = listed.as_ref().unwrap_or(&empty);
+    let users = user_ports.iter().map(|UserPorts { uids: (first, last), ports }| {
+        format!("{first}-{last} to {}", texts(ports).join(","))
     });
     let kinds = [
-        ("ports out", shown(out_ports)),
-        ("networks out", shown(out_cidrs)),
-        ("whatever is not listed", but_listed),
-        ("users", shown(uids)),
-        ("users to ports", user_ports.iter().map(ToString::to_string).collect()),
-        ("groups", shown(gids)),
-        ("devices", shown(devices)),
-        ("ports in", shown(in_ports)),
-        ("sources in", shown(in_sources)),
+        ("ports out", texts(out_ports)),
+        ("networks out", texts(out_cidrs)),
+        ("but ports", texts(only_ports)),
+        ("but networks", texts(only_cidrs)),
+        ("users", texts(uids)),
+        ("users' ports", users.collect()),
+        ("groups", texts(gids)),
+        ("devices", texts(devices)),
+        ("ports in", texts(in_ports)),
+        ("sources in", texts(in_sources)),
     ];
     let some = kinds.into_iter().filter(|(_, values): &(_, Vec<String>)| !values.is_empty());
     some.map(|(kind, values)| (kind.to_owned(), values)).collect()
-}
-
-fn shown<T: ToString>(values: &[T]) -> Vec<String> {
-    values.iter().map(ToString::to_string).collect()
 }
 
 fn counters(counters: &PodCounters) -> BTreeMap<String, u64> {

@@ -33,9 +33,9 @@ pub(super) fn recognition(
             format!("it is part of {profile} itself, which is not judged")
         }
         Some(Membership::Exempt { reason: Exempt::Gateway { profile } }) => {
-            format!("it is a gateway of {profile}: a proxy that redirects nothing")
+            format!("it is a gateway of {profile}: a proxy that redirects nothing, which is not judged")
         }
-        Some(Membership::Exempt { reason: Exempt::Own }) => "it is nobypass itself".into(),
+        Some(Membership::Exempt { reason: Exempt::Own }) => "it is nobypass, which is not judged".into(),
         Some(Membership::Unsupported { profile, reason }) => {
             let why = match reason {
                 Unsupported::UserspaceKernel => "a network stack in user space",

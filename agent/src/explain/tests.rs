@@ -100,7 +100,7 @@ fn a_bypassing_pod_says_why_and_what_to_do() {
     );
     assert!(explained.exemptions["ports out"].contains(&"3306".to_owned()), "{:?}", explained.exemptions);
     let roles: Vec<&str> = explained.containers.iter().map(|container| &*container.role).collect();
-    assert_eq!(roles, ["proxy", "validator", ""]);
+    assert_eq!(roles, ["proxy", "validator", "app"]);
     assert_eq!(explained.mode.mode, "enforce");
     assert_eq!(explained.mode.node, "enforce by the policy file");
     assert!(explained.enforce.contains("dropped 3"), "{}", explained.enforce);

@@ -53,7 +53,8 @@ pub(super) fn read(
     problems.extend(bad.iter().map(|element| Problem::new(&key, element)));
     Some(written.unwrap_or_else(|reason| {
         problems.push(Problem::new(&key, &reason));
-        Written::default()
+        let dns = Some(Dns { tcp_exempt: false, udp_captured: false });
+        Written { dns, ..Written::default() }
     }))
 }
 

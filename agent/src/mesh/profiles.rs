@@ -61,7 +61,7 @@ struct File {
 
 /// What the parser says first, `line 2 column 11: …`; the picture of the place that follows is for a terminal, not for
 /// a log.
-fn one_line(error: &str) -> String {
+pub(super) fn one_line(error: &str) -> String {
     let first = error.lines().next().unwrap_or_default();
     first.strip_prefix("error: ").unwrap_or(first).to_owned()
 }
@@ -158,16 +158,10 @@ impl Profiles {
         wanted
     }
 
-    /// The labels and annotations that any of them reads, for a source to keep.
+    /// Of [`Profiles::wanted`] the labels and annotations.
     #[must_use]
     pub fn keys(&self) -> Keys {
         self.wanted().keys
-    }
-
-    /// The names of the containers that matter to any of them, for a source to ask the runtime about.
-    #[must_use]
-    pub fn container_names(&self) -> Keys {
-        self.wanted().containers
     }
 }
 

@@ -269,8 +269,9 @@ fn specified(have: &Container, wanted: &Container) -> Container {
             .or_else(|| wanted.exit_code.filter(|_| same_run && have.state == State::Exited)),
         last_exit_code,
         restart_count: have.restart_count.max(if same_run { wanted.restart_count } else { 0 }),
-        args: wanted.args.clone(),
-        env: wanted.env.clone(),
+        args: if wanted.args.is_empty() { &have.args } else { &wanted.args }.clone(),
+        // The runtime's have no references any more (`valueFrom`).
+        env: if have.env.is_empty() { &wanted.env } else { &have.env }.clone(),
         ..have.clone()
     }
 }

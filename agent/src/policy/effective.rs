@@ -170,6 +170,10 @@ impl Effective {
         };
         config.flags = flags;
         config.hold_ns = u64::from(self.hold_ms) * 1_000_000;
+        config.max_silence_ns = match (self.on_silence, self.max_agent_silence) {
+            (OnSilence::Audit, Some(Span(silence))) => u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX),
+            _ => 0,
+        };
         config.event_rate = self.event_rate;
         config.event_burst = self.event_rate.saturating_mul(3);
     }

@@ -12,6 +12,7 @@ use super::desired::{self, Wishes};
 use super::devices;
 use super::exempt::{KernelExemptions, Sets, entries, is_fit};
 use super::mode::{self, Choice};
+use super::refuse::{self, Refuse};
 use super::registry::{Change, PodCgroup, Registry};
 use super::reload::PolicyState;
 use super::snapshot::{Ledger, PodView, Snapshot, fold};
@@ -46,6 +47,8 @@ pub struct Keeper {
     written: HashMap<u64, (PodPolicy, KernelExemptions)>,
     views: HashMap<u64, Arc<PodView>>,
     ledger: Ledger,
+    /// Families of pods that are refused at once, by cgroup id.
+    refused: HashMap<u64, [bool; 2]>,
     revision: u64,
     state: Snapshot,
     out: watch::Sender<Snapshot>,
@@ -82,6 +85,7 @@ impl Keeper {
             written: HashMap::new(),
             views: HashMap::new(),
             ledger,
+            refused: HashMap::new(),
             revision,
             state,
             out,
@@ -97,6 +101,7 @@ impl Keeper {
         mut self,
         mut cgroups: CgroupReceiver,
         mut pods: mpsc::Receiver<PodUpdate>,
+        mut refusals: mpsc::Receiver<Refuse>,
     ) -> Result<(), BpfError> {
         let mut rescan = tokio::time::interval(RESCAN);
         rescan.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -111,6 +116,7 @@ impl Keeper {
                     Some(update) => self.pod(update)?,
                     None => return Ok(()),
                 },
+                Some(refuse) = refusals.recv() => self.refuse(refuse),
                 changed = self.policy.changed() => match changed {
                     Ok(()) => self.decide_anew()?,
                     Err(_) => return Ok(()),
@@ -226,7 +232,7 @@ impl Keeper {
         self.publish();
         let mut stale = Vec::new();
         for (cgroup, policy, released) in ready {
-            if !self.write(cgroup, policy)? {
+            if !self.write(cgroup, policy) {
                 stale.push(cgroup);
             }
             if let Some((set, exemptions)) = released {
@@ -247,7 +253,7 @@ impl Keeper {
             }
             let Some(uid) = self.views.get(cgroup).map(|view| view.uid) else { continue };
             if let Some((id, policy, released)) = self.prepare(uid)? {
-                self.write(id, policy)?;
+                self.write(id, policy);
                 if let Some((set, exemptions)) = released {
                     self.remove_set(set, &exemptions);
                 }
@@ -317,7 +323,8 @@ impl Keeper {
         if set == 0 && exemptions != none {
             view.problems.push("no room in the kernel for its exemptions: nothing is exempt".to_owned());
         }
-        let policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, exempt, wishes);
+        let mut policy = desired::policy(&membership, level, since_ns, view.proxy_cgroup, exempt, wishes);
+        policy.flags |= refuse::flags(&self.refused, id, &policy);
         let same_view = self.views.get(&id).is_some_and(|old| **old == view);
         let same_policy = self
             .written
@@ -374,26 +381,35 @@ impl Keeper {
         }
     }
 
+    fn refuse(&mut self, refuse: Refuse) {
+        if let Some(policy) = refuse::change(&mut self.refused, &mut self.maps, &refuse) {
+            self.written.entry(refuse.cgroup).and_modify(|(written, _)| written.flags = policy.flags);
+            self.write(refuse.cgroup, policy);
+        }
+        // Nobody waiting is no error.
+        let _ = refuse.done.map(|done| done.send(()));
+    }
+
     /// Writes an entry, unless a newer one is there: false, and the next write goes beyond that.
-    fn write(&mut self, id: u64, policy: PodPolicy) -> Result<bool, BpfError> {
+    fn write(&mut self, id: u64, policy: PodPolicy) -> bool {
         if let Some(there) =
             self.maps.policy(id).map(|there| there.revision).filter(|there| *there > self.revision)
         {
             self.revision = there;
-            return Ok(false);
+            return false;
         }
         self.revision += 1;
         let policy = PodPolicy { revision: self.revision, ..policy };
         if let Err(error) = self.maps.set_policy(id, &policy) {
             self.count_without_entry(&error);
-            return Ok(true);
+            return true;
         }
         if let Some(view) = self.views.get(&id)
             && let Err(error) = self.maps.set_name(id, &name(view))
         {
             tracing::warn!(%error, "cannot keep a pod's name for `nobypass status` without an agent");
         }
-        Ok(true)
+        true
     }
 
     /// Writes a set; whole or not at all, because half a list of what is redirected would exempt the other half.
@@ -453,6 +469,7 @@ impl Keeper {
             ));
         }
         self.views.remove(&id);
+        self.refused.remove(&id);
         self.publish();
         self.maps.forget(id)?;
         // In this order: an agent that dies in between loses a pod's counts, but never counts them twice.

@@ -12,6 +12,7 @@ pub mod exempt;
 pub mod file;
 pub mod keeper;
 pub mod mode;
+pub mod refuse;
 pub mod registry;
 pub mod reload;
 pub mod snapshot;

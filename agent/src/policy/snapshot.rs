@@ -57,6 +57,11 @@ impl PodView {
         Self { facts: None, ..self.clone() }
     }
 
+    /// Path of its network namespace, as the container runtime says it, in the runtime's mount namespace.
+    pub fn netns(&self) -> Option<&str> {
+        self.facts.as_ref()?.sandbox.as_ref()?.netns.as_deref()
+    }
+
     /// A pod of which only the cgroup is known.
     pub fn unknown(uid: PodUid, cgroup: u64) -> Self {
         Self {

@@ -15,6 +15,7 @@ const BPF_OBJ_GET: libc::c_int = 7;
 const BPF_PROG_GET_FD_BY_ID: libc::c_int = 13;
 const BPF_OBJ_GET_INFO_BY_FD: libc::c_int = 15;
 const BPF_PROG_QUERY: libc::c_int = 16;
+const BPF_LINK_CREATE: libc::c_int = 28;
 const BPF_LINK_UPDATE: libc::c_int = 29;
 const BPF_LINK_DETACH: libc::c_int = 34;
 
@@ -89,6 +90,31 @@ pub fn open_pin(path: &Path) -> io::Result<OwnedFd> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut attr = Attr { pathname: path.as_ptr() as u64, bpf_fd: 0, file_flags: 0 };
     owned(bpf(BPF_OBJ_GET, &mut attr)?)
+}
+
+/// Attaches a program to a cgroup for as long as the link is open; aya's links give out no descriptor to pass on.
+///
+/// # Errors
+/// As bpf(2) says.
+pub fn create_link(
+    program: BorrowedFd<'_>,
+    cgroup: BorrowedFd<'_>,
+    attach_type: AttachType,
+) -> io::Result<OwnedFd> {
+    #[repr(C)]
+    struct Attr {
+        prog_fd: u32,
+        target_fd: u32,
+        attach_type: u32,
+        flags: u32,
+    }
+    let mut attr = Attr {
+        prog_fd: program.as_raw_fd().unsigned_abs(),
+        target_fd: cgroup.as_raw_fd().unsigned_abs(),
+        attach_type: attach_type as u32,
+        flags: 0,
+    };
+    owned(bpf(BPF_LINK_CREATE, &mut attr)?)
 }
 
 /// Replaces the program of a link: not one packet passes between the old and the new one.

@@ -5,6 +5,8 @@ pub mod caps;
 pub mod clock;
 pub mod file;
 pub mod mount;
+pub mod netlink;
+pub mod netns;
 pub mod ns;
 pub mod poll;
 pub mod process;

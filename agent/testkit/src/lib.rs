@@ -15,6 +15,7 @@ pub mod port;
 pub mod proc;
 pub mod redirect;
 pub mod servers;
+pub mod sniff;
 pub mod traffic;
 pub mod wait;
 

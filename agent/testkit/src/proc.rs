@@ -119,6 +119,13 @@ impl Proc {
             .with_context(|| format!("cannot signal {}", self.what))
     }
 
+    /// Kills and reaps it now.
+    pub fn kill(&mut self) {
+        // Both fail only if the child has already been reaped.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
     /// Waits for the child to end by itself.
     pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
         wait::until(&format!("the end of {}", self.what), limit, || self.child.try_wait().transpose())?
@@ -133,9 +140,7 @@ impl Proc {
 
 impl Drop for Proc {
     fn drop(&mut self) {
-        // Both fail only if the child has already been reaped.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.kill();
     }
 }
 

@@ -1,4 +1,5 @@
 //! A kube-rs watcher against the test API server: it works, and it meets each fault as it would a real server's.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 use std::pin::pin;
 use std::time::Duration;

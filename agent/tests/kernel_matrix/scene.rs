@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::path::Path;
 
 use nobypass::bpf::Maps;
-use nobypass_common::abi::{POD_PROXY_UID, POD_TPROXY, PodPolicy};
+use nobypass_common::abi::{POD_PROXY_UID, POD_TPROXY, PodPolicy, Refusal};
 use nobypass_common::ids::{Counter, Mode, PodKind};
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
 use nobypass_testkit::netns::{FAR4, FAR6, PodNet, World, world_with_pod};
@@ -28,8 +29,10 @@ pub const APP_UID: u32 = 1000;
 pub const PATIENCE_MS: u64 = 300;
 /// How long one waits that is answered, on however slow a machine.
 const ANSWERED_MS: u64 = 20_000;
-/// What an application sees of a dropped SYN.
-pub const BLOCKED: &[&str] = &["TIMEOUT"];
+/// What an application sees of a connection whose SYN was dropped, while an agent runs.
+pub const BLOCKED: &[&str] = &["ECONNABORTED"];
+/// What it sees of one that is held, or dropped with no agent to tell it.
+pub const HANGING: &[&str] = &["TIMEOUT"];
 
 /// Counters that are not zero.
 pub type Counts = BTreeMap<&'static str, u64>;
@@ -70,6 +73,9 @@ impl Node {
     pub fn set(&mut self, scene: &mut Scene, change: impl FnOnce(&mut PodPolicy)) {
         change(&mut scene.policy);
         scene.policy.revision += 1;
+        // As if a connection had been let through just now, for as long as the test takes.
+        let refusal = Refusal { tried_ns: [u64::MAX; 2], healed_ns: [0; 2] };
+        self.maps.set_refusal(scene.id, &refusal).unwrap();
         self.maps.set_policy(scene.id, &scene.policy).unwrap();
     }
 
@@ -299,6 +305,11 @@ impl Scene {
 /// The outside's address for a command.
 pub fn far(command: &str) -> IpAddr {
     if command.ends_with('6') { FAR6.into() } else { FAR4.into() }
+}
+
+/// Whether this kernel can do what a command does: some are built without multipath TCP.
+pub fn exists(command: &str) -> bool {
+    command != "mptcp" || Path::new("/proc/sys/net/mptcp").exists()
 }
 
 /// Another UID for each pod.

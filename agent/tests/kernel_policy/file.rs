@@ -202,3 +202,20 @@ fn an_agent_does_not_start_with_a_bad_policy() {
     says(&start(), 64, &["--policy", "line 2 column 7", "holdMs: 0 is not within 1 to 60000"]);
     machine.nothing_is_left();
 }
+
+/// What a dead agent's heartbeat looks like, without the wait: the operator's limit is in the past already.
+#[test]
+fn without_an_agent_for_too_long_the_programs_let_pass_what_the_operator_wants_to_pass() {
+    let volume = Volume::new(&format!("{ENFORCE}maxAgentSilence: 30s\nonSilence: audit\n"));
+    let mut node = start(&volume.path());
+    let scene = node.meshed(Variant::None);
+    assert_eq!(node.maps.config().unwrap().max_silence_ns, 30_000_000_000);
+    obeys(&node, &scene, Mode::Enforce);
+    node.agent.take().unwrap().kill();
+    obeys(&node, &scene, Mode::Enforce);
+    let config = node.maps.config().unwrap();
+    node.maps.set_config(&nobypass_common::abi::Config { max_silence_ns: 1, ..config }).unwrap();
+    obeys(&node, &scene, Mode::Audit);
+    node.maps.set_config(&nobypass_common::abi::Config { max_silence_ns: 0, ..config }).unwrap();
+    obeys(&node, &scene, Mode::Enforce);
+}

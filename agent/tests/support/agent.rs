@@ -211,7 +211,8 @@ impl Agent {
 }
 
 /// One HTTP request over a Unix socket.
-fn request(socket: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
+/// Status and body; `None` when nobody answers.
+pub fn request(socket: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
     let mut stream = UnixStream::connect(socket).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let length = body.len();

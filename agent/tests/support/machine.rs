@@ -16,8 +16,25 @@ pub const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
 pub const HOOKS: [AttachType; 4] =
     [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
 pub const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
-/// Pins of a complete start with one parent: 15 maps, 4 links to it and 2 to the tracepoints.
-pub const PINS: usize = 21;
+
+/// Whether this kernel pins links to tracepoints: since 5.15
+/// (<https://github.com/torvalds/linux/commit/b89fbfbb854c9afc3047e8273cc3a694650b802e>). Before, they live as long
+/// as their agent.
+pub fn pins_tracepoints() -> bool {
+    kernel_has(5, 15)
+}
+
+/// Whether this kernel is of this version or a later one.
+pub fn kernel_has(major: u32, minor: u32) -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
+}
+
+/// Pins of a complete start with one parent: 17 maps, 4 links to it and 2 to the tracepoints.
+pub fn pins() -> usize {
+    if pins_tracepoints() { 23 } else { 21 }
+}
 
 /// A machine to run an agent on: mounts, pods' cgroups, a directory for socket and log.
 pub struct Machine {
@@ -91,11 +108,13 @@ impl Machine {
         assert_eq!(self.programs(), [""; 0]);
         let inside: Vec<_> = fs::read_dir(self.scratch.kubepods()).unwrap().flatten().collect();
         assert!(inside.iter().all(|entry| !entry.file_type().unwrap().is_dir()), "{inside:?}");
+        let probes = self.scratch.top().join("nobypass-probe");
+        assert!(!probes.exists(), "{}", probes.display());
     }
 
     pub fn all_is_attached(&self) {
         let pins = self.mounts.pins();
-        assert_eq!(pins.len(), PINS, "{pins:?}");
+        assert_eq!(pins.len(), self::pins(), "{pins:?}");
         assert_eq!(self.programs(), ["nb_egress", "nb_ingress", "nb_connect4", "nb_connect6"]);
     }
 }

@@ -13,6 +13,9 @@ impl Facts for RawSocket {
     fn now_ns(&mut self) -> u64 {
         0
     }
+    fn agent_seen_ns(&mut self) -> u64 {
+        0
+    }
     fn socket_destination(&mut self) -> Option<Address> {
         None
     }

@@ -1,7 +1,7 @@
 extern crate std;
 use std::collections::{BTreeMap, BTreeSet};
+use std::vec;
 use std::vec::Vec;
-use std::{format, vec};
 
 use super::*;
 use crate::headers::{Addresses, Kind, Transport, address4};
@@ -167,7 +167,7 @@ fn a_device_and_another_set() {
     assert!(egress(&policy(POD_EXEMPT_IDS), &packet, &mut known.clone()));
     assert!(!egress(&policy(POD_EXEMPT_IDS), &Packet { ifindex: 2, ..packet }, &mut known.clone()));
     let other = PodPolicy { exempt_set: SET + 1, ..policy(POD_EXEMPT_IDS) };
-    assert!(!egress(&other, &packet, &mut known.clone()));
+    assert!(!egress(&other, &packet, &mut { known }));
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn incoming_connections_by_port_and_source() {
         (OUTSIDE, 80, POD_LISTED, false),
     ] {
         let got = ingress(&policy(flags), &from(source, port), &mut known.clone());
-        assert_eq!(got, exempt, "{}", format!("{source:?} {port} {flags:#x}"));
+        assert_eq!(got, exempt, "{source:?} {port} {flags:#x}");
     }
 }
 

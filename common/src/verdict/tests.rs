@@ -28,6 +28,7 @@ const fn v6(last: u8) -> Address {
 #[derive(Clone, Debug)]
 struct Known {
     now_ns: u64,
+    agent_seen_ns: u64,
     socket_destination: Option<Address>,
     container: u64,
     uid: u32,
@@ -41,6 +42,7 @@ impl Default for Known {
     fn default() -> Self {
         Self {
             now_ns: 0,
+            agent_seen_ns: 0,
             socket_destination: Some(OUTSIDE),
             container: APP,
             uid: 1000,
@@ -56,6 +58,10 @@ impl Facts for Known {
     fn now_ns(&mut self) -> u64 {
         self.asked.push("now_ns");
         self.now_ns
+    }
+    fn agent_seen_ns(&mut self) -> u64 {
+        self.asked.push("agent_seen_ns");
+        self.agent_seen_ns
     }
     fn socket_destination(&mut self) -> Option<Address> {
         self.asked.push("socket_destination");
@@ -99,6 +105,7 @@ fn settings(mode: Mode) -> Settings {
         unknown_policy: UnknownPolicy::Pass.code(),
         flags: CONFIG_JUDGE_NON_TCP,
         hold_ns: 1_000,
+        max_silence_ns: 0,
     }
 }
 
@@ -344,6 +351,26 @@ fn rows_that_need_no_pod() {
 }
 
 #[test]
+fn without_an_agent_for_too_long_nothing_is_dropped_or_held_where_the_operator_wants_that() {
+    let out = syn(ETH0, OUTSIDE);
+    let enforce = |max_silence_ns| Settings { max_silence_ns, ..settings(Mode::Enforce) };
+    let seen = |ago: u64| Known { now_ns: 10_000, agent_seen_ns: 10_000 - ago, ..Known::default() };
+    for (max_silence_ns, ago, drops) in
+        [(0, 9_999, true), (100, 0, true), (100, 100, true), (100, 101, false), (100, 9_999, false)]
+    {
+        let got = judge(&out, &enforce(max_silence_ns), &meshed(), &mut seen(ago));
+        let name = format!("{max_silence_ns} {ago}");
+        assert_eq!((got.verdict, got.drop, got.would_drop), (Verdict::Bypass, drops, !drops), "{name}");
+        let hold = Settings { unknown_policy: UnknownPolicy::Hold.code(), ..enforce(max_silence_ns) };
+        let unknown = PodPolicy { since_ns: 9_999, ..PodPolicy::default() };
+        assert_eq!(judge(&out, &hold, &unknown, &mut seen(ago)).held, drops, "{name}");
+    }
+    let mut facts = seen(0);
+    judge(&out, &enforce(0), &meshed(), &mut facts);
+    assert!(!facts.asked.contains(&"agent_seen_ns"), "it costs nothing unless somebody asks for it");
+}
+
+#[test]
 fn unknown_pods_pass_or_are_held_for_a_bounded_time() {
     let policy = PodPolicy { since_ns: 5_000, ..PodPolicy::default() };
     let hold = Settings { unknown_policy: UnknownPolicy::Hold.code(), ..settings(Mode::Audit) };
@@ -478,7 +505,7 @@ proptest! {
     fn invariants(packet in any_packet(), policy in any_policy(), mode in 1u32..4, unknown in 0u32..2,
                   now_ns in 0u64..4000, uid in prop_oneof![Just(0u32), Just(2102)], origin in any_origin(),
                   container in prop_oneof![Just(APP), Just(PROXY)], exempt in any::<bool>()) {
-        let settings = Settings { mode, unknown_policy: unknown, flags: CONFIG_JUDGE_NON_TCP, hold_ns: 1_000 };
+        let settings = Settings { mode, unknown_policy: unknown, flags: CONFIG_JUDGE_NON_TCP, hold_ns: 1_000, max_silence_ns: 0 };
         let mut facts = Known { now_ns, uid, origin, container, exempt, ..Known::default() };
         let got = judge(&packet, &settings, &policy, &mut facts.clone());
         let described = format!("{packet:?} {policy:?} {got:?}");

@@ -41,6 +41,13 @@ pub static KUBE_APISERVER: GoProgram = GoProgram {
     version_variable: Some("k8s.io/component-base/version.gitVersion"),
     variable: Some("TEST_ASSET_KUBE_APISERVER"),
 };
+pub static HELM: GoProgram = GoProgram {
+    name: "helm",
+    module: "helm",
+    package: "helm.sh/helm/v4/cmd/helm",
+    version_variable: Some("helm.sh/helm/v4/internal/version.version"),
+    variable: None,
+};
 
 /// What `go` says about itself, as `go1.26.8`; or why there is none.
 pub fn version() -> Result<String, String> {
@@ -160,7 +167,7 @@ mod tests {
 
     #[test]
     fn each_program_has_its_module() {
-        for program in [&ETCD, &KUBE_APISERVER] {
+        for program in [&ETCD, &KUBE_APISERVER, &HELM] {
             assert!(program.pinned().is_ok_and(|version| version.starts_with('v')), "{}", program.name);
             let go_mod = fs::read_to_string(program.module_dir().join("go.mod")).expect("committed");
             assert!(go_mod.contains(&format!("tool {}\n", program.package)), "`go mod tidy` would drop it");

@@ -3,8 +3,9 @@
 //! Other commands call [`ensure`] with just what they need.
 
 mod apt;
-mod go;
+pub mod go;
 mod need;
+pub mod python;
 mod rust;
 mod toolchain;
 
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result};
 
 pub use apt::PrivateApt;
-pub use need::{BUILD, CLUSTER, FUZZ, KERNEL, LINT, NODE, Need, VM, only_names};
+pub use need::{BUILD, CLUSTER, DEPLOY, FUZZ, KERNEL, LINT, NODE, Need, VM, names_a_loader, only_names};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
 pub use toolchain::dir as cache_dir;
@@ -122,6 +123,10 @@ fn install_missing(needs: &[Need], rust: &Rust) -> Result<Errors> {
             Source::BpfLinker => {
                 eprintln!("setup: building bpf-linker for LLVM {} (a minute or two, once)", rust.llvm);
                 toolchain::install_bpf_linker(rust)
+            }
+            Source::Python(program) => {
+                eprintln!("setup: fetching {} {} from PyPI", program.name, program.version);
+                program.install()
             }
             // Said below: without Go there is nothing to try.
             Source::Go(_) if go::version().is_err() => continue,

@@ -5,6 +5,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use super::go::{self, GoProgram};
+use super::python::{self, PythonProgram};
 use super::rust::Rust;
 use super::toolchain;
 use crate::exec::find_program;
@@ -28,6 +29,9 @@ pub enum Need {
     Busybox,
     Conntrack,
     UtilLinux,
+    Helm,
+    KubernetesValidate,
+    Prometheus,
     Etcd,
     KubeApiserver,
     Qemu,
@@ -44,6 +48,8 @@ pub enum Source {
     RustSrc,
     /// bpf-linker, built here.
     BpfLinker,
+    /// A program of PyPI.
+    Python(&'static PythonProgram),
     /// Built here from Go modules, where Go is.
     Go(&'static GoProgram),
 }
@@ -61,6 +67,7 @@ pub enum Probe {
     RustProgram(&'static str),
     RustSrc,
     BpfLinker,
+    Python(&'static PythonProgram),
     Go(&'static GoProgram),
 }
 
@@ -152,6 +159,21 @@ pub const TABLE: &[Row] = &[
         AnyFile(&["/usr/lib/cni/bridge", "/opt/cni/bin/bridge"]),
         Package("containernetworking-plugins"),
     ),
+    row(Need::Helm, "helm", "renders the chart", Probe::Go(&go::HELM), Source::Go(&go::HELM)),
+    row(
+        Need::KubernetesValidate,
+        "kubernetes-validate",
+        "checks manifests against Kubernetes' schemas",
+        Probe::Python(&python::KUBERNETES_VALIDATE),
+        Source::Python(&python::KUBERNETES_VALIDATE),
+    ),
+    row(
+        Need::Prometheus,
+        "prometheus",
+        "checks the alerts and scrapes the agent",
+        Programs(&["prometheus", "promtool"]),
+        Package("prometheus"),
+    ),
     row(Need::Etcd, "etcd", "store of a test control plane", Probe::Go(&go::ETCD), Source::Go(&go::ETCD)),
     row(
         Need::KubeApiserver,
@@ -178,8 +200,10 @@ pub const FUZZ: &[Need] = &[Need::Cxx];
 /// Beside [`BUILD`]: network namespaces and redirect rules.
 pub const KERNEL: &[Need] =
     &[Need::UtilLinux, Need::Iproute2, Need::Iptables, Need::Nft, Need::Conntrack, Need::Busybox];
-/// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods.
-pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins];
+/// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods, and who watches them.
+pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins, Need::Prometheus];
+/// What checks `deploy/`.
+pub const DEPLOY: &[Need] = &[Need::Helm, Need::KubernetesValidate, Need::Prometheus];
 /// Beside [`BUILD`]: a real API server.
 pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
 
@@ -189,7 +213,7 @@ pub const VM: &[Need] = &[Need::Qemu];
 /// Which command needs what, for messages.
 const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo build", &[BUILD]),
-    ("cargo xtask lint", &[LINT]),
+    ("cargo xtask lint", &[LINT, DEPLOY]),
     ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
     ("cargo xtask test --tier node", &[KERNEL, NODE]),
@@ -223,6 +247,7 @@ impl Row {
             }
             Probe::RustSrc => toolchain::rust_src(rust),
             Probe::BpfLinker => toolchain::bpf_linker(rust),
+            Probe::Python(program) => program.find(),
             Probe::Go(program) => program.find(),
         }
     }
@@ -249,7 +274,7 @@ fn static_program(name: &str) -> Result<PathBuf, String> {
 }
 
 /// A dynamic ELF file names its loader (PT_INTERP) right behind its headers: `/lib64/ld-linux-x86-64.so.2`.
-fn names_a_loader(head: &[u8]) -> bool {
+pub fn names_a_loader(head: &[u8]) -> bool {
     head.windows(6).any(|part| part == b"/ld-li" || part == b"/ld-mu")
 }
 
@@ -279,7 +304,7 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, CLUSTER, VM].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, DEPLOY, CLUSTER, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
         for row in TABLE {
@@ -300,7 +325,7 @@ mod tests {
         assert_eq!(only(&[]).len(), TABLE.len());
         assert_eq!(only(&["runc", "rust-src"]), [Need::RustSrc, Need::Runc]);
         let tools = [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy];
-        assert_eq!(only(&["tools"]), [&tools, CLUSTER].concat());
+        assert_eq!(only(&["tools"]), [&tools[..], &[Need::Helm, Need::KubernetesValidate], CLUSTER].concat());
         assert_eq!(only(&["tools", "packages"]).len(), TABLE.len());
     }
 

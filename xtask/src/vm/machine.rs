@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
+use super::Say;
 use crate::exec::{shown, tool};
 use crate::tally::{Libtest, Tally};
 use crate::test::read_lines;
@@ -41,8 +42,10 @@ pub struct Outcome {
 
 impl Machine<'_> {
     /// Runs to the end, passing the results through as they come.
-    pub fn run(&self) -> Result<Outcome> {
-        let mut qemu = tool("qemu-system-x86_64");
+    pub fn run(&self, say: Say<'_>) -> Result<Outcome> {
+        // It ends with us, however we end.
+        let mut qemu = tool("setpriv");
+        qemu.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
         // Software emulation is slow but the same everywhere. KVM is not: a nested one may be there and hang.
         qemu.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-nodefaults", "-no-user-config"]);
         qemu.args(["-display", "none", "-no-reboot", "-nic", "none"]);
@@ -64,7 +67,7 @@ impl Machine<'_> {
             match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(line) => {
                     let line = String::from_utf8_lossy(&line).replace('\r', "");
-                    print!("{line}");
+                    say(&line);
                     results.line(line.trim_end());
                 }
                 Err(RecvTimeoutError::Disconnected) => break,

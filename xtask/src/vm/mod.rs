@@ -11,6 +11,8 @@ mod programs;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
@@ -20,10 +22,14 @@ use crate::setup::{self, BUILD, KERNEL, VM};
 use crate::tally::Tally;
 use crate::workspace::Workspace;
 use initramfs::Initramfs;
-use kernel::{Kernel, SERIES, Store};
-pub use level::Level;
+use kernel::{Kernel, Store};
+pub use kernel::{NEWEST, SERIES};
+pub use level::{CHOSEN, Level};
 use machine::Machine;
 use programs::Built;
+
+/// A machine keeps one processor busy, and some memory.
+const AT_ONCE: usize = 2;
 
 /// Takes the name of a kernel series.
 pub fn series(text: &str) -> Result<String, String> {
@@ -52,16 +58,55 @@ pub fn run(series: &[String], level: Level, filter: &[String], required: bool) -
     let work = Work::new(&workspace)?;
     let base = base(&built, &work, level, filter)?;
     let mut total = Tally::default();
-    let series: Vec<&str> =
-        if series.is_empty() { SERIES.to_vec() } else { series.iter().map(String::as_str).collect() };
+    let mut kernels = Vec::new();
+    let all: &[&str] = &SERIES;
+    let series = if series.is_empty() { all.to_vec() } else { series.iter().map(String::as_str).collect() };
     for series in series {
         let name = format!("vm {series} {level}");
-        total += match store.get(series) {
-            Ok(kernel) => run_on(&kernel, &base, &work, level, &name)?,
-            Err(error) => not_run(&name, &format!("{error:#}"), required),
-        };
+        match store.get(series) {
+            Ok(kernel) => kernels.push((name, kernel)),
+            Err(error) => total += not_run(&name, &format!("{error:#}"), required),
+        }
     }
+    total += run_all(&kernels, |kernel, name, say| run_on(kernel, &base, &work, level, name, say));
     Ok(total)
+}
+
+/// Takes what a machine says, line by line with its end.
+type Say<'a> = &'a mut dyn FnMut(&str);
+
+/// Runs one machine as it goes, several at most [`AT_ONCE`] at once, each one's output when it is done.
+fn run_all<K: Sync>(
+    kernels: &[(String, K)],
+    run: impl Fn(&K, &str, Say<'_>) -> Result<Tally> + Sync,
+) -> Tally {
+    let run = |(name, kernel): &(String, K), say: Say<'_>| {
+        run(kernel, name, say).unwrap_or_else(|error| {
+            say(&format!("== {name}: FAILED: {error:#}\n"));
+            Tally::FAILED
+        })
+    };
+    if let [only] = kernels {
+        return run(only, &mut |text| print!("{text}"));
+    }
+    let left = Mutex::new(kernels.iter());
+    let total = Mutex::new(Tally::default());
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+    thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(kernel) = next() {
+                    let mut text = String::new();
+                    let tally = run(kernel, &mut |more| text.push_str(more));
+                    // One lock for both: outputs do not mix.
+                    let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
+                    print!("{text}");
+                    *total += tally;
+                }
+            });
+        }
+    });
+    total.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn not_run(name: &str, reason: &str, required: bool) -> Tally {
@@ -86,8 +131,16 @@ fn base(built: &Built, work: &Work, level: Level, filter: &[String]) -> Result<I
     Ok(base)
 }
 
-fn run_on(kernel: &Kernel, base: &Initramfs, work: &Work, level: Level, name: &str) -> Result<Tally> {
-    println!("== {name}: Linux {}", kernel.release);
+fn run_on(
+    kernel: &Kernel,
+    base: &Initramfs,
+    work: &Work,
+    level: Level,
+    name: &str,
+    say: Say<'_>,
+) -> Result<Tally> {
+    eprintln!("vm: starting Linux {}", kernel.release);
+    say(&format!("== {name}: Linux {}\n", kernel.release));
     let start = Instant::now();
     let mut initramfs = base.clone();
     let mut order = String::new();
@@ -97,7 +150,7 @@ fn run_on(kernel: &Kernel, base: &Initramfs, work: &Work, level: Level, name: &s
         order.push('\n');
     }
     initramfs.bytes("/vm/modules", 0o644, order);
-    let file = work.dir().join("initramfs");
+    let file = work.dir().join(format!("{}.initramfs", kernel.release));
     initramfs.save(&file)?;
     let machine = Machine {
         image: &kernel.image,
@@ -105,13 +158,14 @@ fn run_on(kernel: &Kernel, base: &Initramfs, work: &Work, level: Level, name: &s
         memory_mib: level.memory_mib(),
         cpus: 2,
         limit: level.limit(),
-        console: &work.dir().join("console"),
+        // Kept, for who wants to see why a kernel stopped.
+        console: &work.dir().with_file_name(format!("{}-{level}.console", kernel.release)),
     };
-    let outcome = machine.run()?;
+    let outcome = machine.run(say)?;
     if let Some(trouble) = outcome.trouble {
-        println!("== {name}: {trouble}");
+        say(&format!("== {name}: {trouble}\n"));
     }
-    println!("== {name}: {} ({} s)", outcome.tally, start.elapsed().as_secs());
+    say(&format!("== {name}: {} ({} s)\n", outcome.tally, start.elapsed().as_secs()));
     Ok(outcome.tally)
 }
 
@@ -134,5 +188,29 @@ impl Drop for Work {
     fn drop(&mut self) {
         // What is left lies in the target directory.
         let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_runs_once_and_every_result_counts() {
+        let kernels = [1, 2, 3, 0, 5].map(|n| (format!("k{n}"), n));
+        let run = |n: &u64, _: &str, say: Say<'_>| {
+            anyhow::ensure!(*n > 0, "no kernel");
+            say("ran\n");
+            Ok(Tally { passed: *n, ..Tally::default() })
+        };
+        assert_eq!(run_all(&kernels, run), Tally { passed: 11, failed: 1, skipped: 0 });
+        assert_eq!(run_all(&kernels[..1], run), Tally::PASSED);
+        assert_eq!(run_all(&kernels[..0], run), Tally::default());
+    }
+
+    #[test]
+    fn a_kernel_that_is_missing_is_skipped_unless_required() {
+        assert_eq!(not_run("vm 5.10 object", "no package", false), Tally::SKIPPED);
+        assert_eq!(not_run("vm 5.10 object", "no package", true), Tally::FAILED);
     }
 }

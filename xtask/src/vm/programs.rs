@@ -1,6 +1,5 @@
 //! What runs in a virtual machine: the tests as cargo builds them, and the programs that they call.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -11,6 +10,9 @@ use super::level::Level;
 use crate::exec::{cargo, find_program, output, tool};
 use crate::test::build_bins;
 use crate::workspace::Workspace;
+
+/// Packages whose programs the tests start.
+const WITH_PROGRAMS: [&str; 2] = ["nobypass", "nobypass-testkit"];
 
 /// Programs of this machine that tests call, or the shell scripts in them.
 const CALLED: [&str; 20] = [
@@ -47,8 +49,8 @@ const XTABLES: [&str; 4] = [
 /// The programs of this workspace.
 #[derive(Debug)]
 pub struct Built {
-    /// Where cargo puts them.
-    dir: PathBuf,
+    /// The agent and the programs that tests start.
+    bins: Vec<PathBuf>,
     /// Names and files of the test targets, in the order of the level.
     pub tests: Vec<(String, PathBuf)>,
 }
@@ -65,14 +67,16 @@ impl Built {
             build.args(["test", "--no-run", "--message-format=json-render-diagnostics"]).args(run);
             tests.extend(executables(&output(build.stderr(std::process::Stdio::inherit()))?));
         }
-        Ok(Some(Self { dir: workspace.target_dir.join("debug"), tests }))
+        let dir = workspace.target_dir.join("debug");
+        let bins = WITH_PROGRAMS.iter().flat_map(|package| workspace.bins(package));
+        Ok(Some(Self { bins: bins.map(|name| dir.join(name)).collect(), tests }))
     }
 
     /// As if these had been built.
     #[cfg(test)]
-    pub fn of(dir: &str, tests: &[(&str, &str)]) -> Self {
+    pub fn of(tests: &[(&str, &str)]) -> Self {
         Self {
-            dir: dir.into(),
+            bins: Vec::new(),
             tests: tests.iter().map(|(name, file)| ((*name).into(), file.into())).collect(),
         }
     }
@@ -100,13 +104,8 @@ pub fn add(initramfs: &mut Initramfs, built: &Built, staging: &Path) -> Result<(
     for dir in XTABLES.map(Path::new).into_iter().filter(|dir| dir.is_dir() && !dir.is_symlink()) {
         initramfs.directory(dir)?;
     }
-    for entry in fs::read_dir(&built.dir).with_context(|| format!("cannot list {}", built.dir.display()))? {
-        let file = entry?.path();
-        let is_program =
-            file.is_file() && file.extension().is_none() && file.file_name().is_some_and(|n| n != "xtask");
-        if is_program {
-            stripped(initramfs, &file, staging)?;
-        }
+    for bin in &built.bins {
+        stripped(initramfs, bin, staging)?;
     }
     for (_, file) in &built.tests {
         stripped(initramfs, file, staging)?;

@@ -6,6 +6,7 @@ use super::{Dns, Written};
 use crate::mesh::{
     exempt::{Exemptions, Listed},
     grammar::{self, CidrGrammar, PortGrammar, PortRange, complement, normalise},
+    profiles::one_line,
 };
 
 #[derive(Deserialize, Default)]
@@ -71,8 +72,8 @@ impl Scalar {
 
 /// Reads the YAML; one bad element voids its list, as Kuma refuses the whole configuration.
 pub(super) fn read(text: &str, bad: &mut Vec<String>) -> Result<Written, String> {
-    let Config { kuma_dp_user, ip_family_mode, redirect } = serde_saphyr::from_str(text)
-        .map_err(|error| error.to_string().lines().next().unwrap_or_default().to_owned())?;
+    let Config { kuma_dp_user, ip_family_mode, redirect } =
+        serde_saphyr::from_str(text).map_err(|error| one_line(&error.to_string()))?;
     let Redirect { inbound, outbound, dns } = redirect;
     let (outbound_port, inbound_port) = (outbound.port, inbound.port);
     let user = kuma_dp_user.map(Scalar::text).filter(|text| !text.is_empty());

@@ -36,14 +36,14 @@ fn a_generic_profile_from_yaml() {
     assert_eq!(osm.exempt.out_ports.merge, Merge::Append);
     assert_eq!((osm.assume_mode, osm.families.ipv4, osm.families.ipv6), (Mode::Init, true, true));
 
-    let keys = profiles.keys();
+    let Wanted { keys, containers, env } = profiles.wanted();
     for key in
         ["osm-proxy-uuid", "openservicemesh.io/outbound-port-exclusion-list", "linkerd.io/proxy-version"]
     {
         assert!(keys.keeps(key), "{key}");
     }
     assert!(!keys.keeps("unrelated"));
-    assert!(profiles.container_names().keeps("osm-init"));
+    assert!(containers.keeps("osm-init") && env.keeps("DISABLE_ENVOY") && !env.keeps("PATH"));
 }
 
 #[test]
@@ -91,4 +91,11 @@ fn errors_name_the_file_and_the_place() {
         assert!(error.contains(want) && error.contains("/etc/nobypass/profiles.yaml"), "{text}\n→ {error}");
     }
     assert!(matches!(Profiles::load(Path::new("/nonexistent")), Err(ProfileError::Read { .. })));
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_file_makes_it_panic(text in "(profiles:\n- name: [a-z]{1,3}\n  [a-z]{4,10}: )?\\PC{0,80}") {
+        let _ = parse(&text);
+    }
 }

@@ -1,6 +1,11 @@
 use std::ops::Not;
 
-use super::{super::profiles::Profiles, *};
+use proptest::prelude::*;
+
+use super::{
+    super::{marker::Wish, profiles::Profiles},
+    *,
+};
 use crate::pods::model::Sandbox;
 use crate::pods::model::{PodUid, User};
 
@@ -309,4 +314,50 @@ fn all_reasons_have_distinct_names() {
         Unsupported::VirtualMachine.as_str(),
     ];
     assert_eq!(names.iter().collect::<std::collections::BTreeSet<_>>().len(), names.len());
+}
+
+/// A value as somebody may write one: of the right kind, nearly so, or anything.
+fn any_value() -> impl Strategy<Value = String> {
+    prop_oneof![
+        "[0-9,:; *-]{0,20}",
+        "[0-9./,a-f:]{0,30}",
+        Just("true".to_owned()),
+        Just("*".to_owned()),
+        r#"\{"[A-Z][A-Za-z]{3,20}":("[0-9]{1,5}"|[0-9]{1,6}|\["[0-9:]{1,8}"\])\}"#,
+        "redirect: \\{outbound: \\{[a-zA-Z]{4,20}: [0-9\\[\\],]{1,10}\\}\\}",
+        "\\PC{0,40}",
+    ]
+}
+
+proptest! {
+    /// Whatever stands in the labels and annotations of a pod and its namespace, of every mesh: an answer, at once. A pod
+    /// that is meshed has exemptions that the kernel half can take.
+    #[test]
+    fn no_value_makes_recognition_panic(values in proptest::collection::vec(any_value(), 24), proxies in 0_usize..6) {
+        let profiles = Profiles::built_in();
+        let keys: std::collections::BTreeSet<&str> = profiles
+            .as_slice()
+            .iter()
+            .flat_map(Profile::wishes)
+            .filter_map(|wish| match wish {
+                Wish::Key(key) => Some(key),
+                Wish::Container(_) | Wish::Env(_) => None,
+            })
+            .collect();
+        // Every key has its turn, each time with another value.
+        let pairs: Vec<(&str, &str)> = keys.iter().copied().zip(values.iter().cycle().map(String::as_str)).collect();
+        let map = || pairs.iter().copied().collect::<crate::pods::model::KeyValues>();
+        let names = ["linkerd-proxy", "istio-proxy", "app", "consul-dataplane", "kuma-sidecar", "linkerd-init"];
+        for profile in profiles.as_slice() {
+            let mut pod = Pod::new().with(names[proxies % names.len()], State::Running).0;
+            (pod.annotations, pod.namespace_annotations) = (map(), Some(map()));
+            for membership in [recognise(&pod, std::slice::from_ref(profile)), recognise(&pod, profiles.as_slice())] {
+                if let Membership::Meshed(meshed) = membership {
+                    let ports = &meshed.exemptions.out_ports;
+                    prop_assert_eq!(&normalise(ports.clone()), ports);
+                    prop_assert!(meshed.problems.iter().all(|problem| problem.element.chars().count() <= 64));
+                }
+            }
+        }
+    }
 }

@@ -314,6 +314,8 @@ fn containers_have_their_role_from_the_api_and_their_life_from_the_runtime() {
         Container {
             role: Role::NativeSidecar,
             run_as_user: Some(2102),
+            args: ["sidecar".into()].into(),
+            env: values(&[("A", "1")]),
             ..running("proxy", 3, BOOT + 4 * SECOND)
         },
         Container { role: Role::App, ..Container::new("app") },
@@ -328,7 +330,12 @@ fn containers_have_their_role_from_the_api_and_their_life_from_the_runtime() {
             user,
             ..running("proxy", 2, BOOT + 3 * SECOND)
         },
-        Container { pid: Some(5), user, ..running("proxy", 3, BOOT + 4 * SECOND) },
+        Container {
+            pid: Some(5),
+            user,
+            env: values(&[("A", "1"), ("B", "2")]),
+            ..running("proxy", 3, BOOT + 4 * SECOND)
+        },
         running("debug", 4, BOOT + 5 * SECOND),
     ];
     let mut known = Known::new();
@@ -347,6 +354,11 @@ fn containers_have_their_role_from_the_api_and_their_life_from_the_runtime() {
     );
     let proxy = &known.pod(uid(1)).containers[2];
     assert_eq!((proxy.pid, proxy.uid(), proxy.run_as_user), (Some(5), Some(2102), Some(2102)));
+    assert_eq!(
+        (&*proxy.args, proxy.env.get("B")),
+        (&["sidecar".into()][..], Some("2")),
+        "with what it refers to"
+    );
 }
 
 #[test]

@@ -87,4 +87,13 @@ fn the_programs_judge_what_any_namespace_asks_for() {
     Effective::new(&flags(&[]), &file(text), None).kernel(&mut config);
     let KernelConfig { mode, unknown_policy, hold_ns, event_rate, event_burst, .. } = config;
     assert_eq!((mode, unknown_policy, hold_ns, event_rate, event_burst), (3, 1, 2_000_000, 4, 12));
+    for (text, silence) in [
+        ("", 0),
+        ("maxAgentSilence: 60s", 0),
+        ("maxAgentSilence: 60s\nonSilence: keep", 0),
+        ("maxAgentSilence: 60s\nonSilence: audit", 60_000_000_000),
+    ] {
+        Effective::new(&flags(&[]), &file(text), None).kernel(&mut config);
+        assert_eq!(config.max_silence_ns, silence, "{text}");
+    }
 }

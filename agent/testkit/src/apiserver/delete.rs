@@ -59,7 +59,7 @@ impl Options {
                     "Precondition failed: {what} in precondition: {wanted}, {what} in object meta: {is}"
                 );
                 let name = metadata["name"].as_str().unwrap_or_default();
-                return Err(ApiError::conflict(kind, name, Some(&why)));
+                return Err(ApiError::conflict_because(kind, name, kind.kind, &why));
             }
         }
         Ok(())
@@ -92,6 +92,10 @@ fn delete_object(store: &mut Store, key: &Key, old: &Arc<Value>, options: &Optio
         return if goes { Deleted::Gone(new) } else { Deleted::Terminating(new) };
     }
     if goes {
+        if key.resource == "pods" && **old != new {
+            // Where deletion can be graceful the end of the grace is a write of its own.
+            store.put(key, new);
+        }
         return Deleted::Gone(store.remove(key).unwrap_or_else(|| Arc::clone(old)));
     }
     Deleted::Terminating(store.put(key, new))
@@ -143,6 +147,13 @@ pub fn evict(store: &mut Store, route: &Route, body: &Value, budgets: &[Budget])
         }
         take_from_budget(store, &key, &old)?;
     }
+    let mut target = (*old).clone();
+    let why = "Eviction API: evicting";
+    let condition = json!({
+        "type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": why,
+    });
+    rules::set_condition(&mut target, condition);
+    let old = store.put(&key, target);
     delete_object(store, &key, &old, &options);
     Ok(())
 }
@@ -151,7 +162,7 @@ pub fn evict(store: &mut Store, route: &Route, body: &Value, budgets: &[Budget])
 fn disrupts(retry_after: Option<u64>) -> ApiError {
     let message = "Cannot evict pod as it would violate the pod's disruption budget.";
     let mut error = ApiError::new(429, "TooManyRequests", message);
-    error.details = json!({ "causes": [{ "reason": "DisruptionBudget" }] });
+    *error.details = json!({ "causes": [{ "reason": "DisruptionBudget" }] });
     error.retry_after = retry_after;
     error
 }
@@ -184,6 +195,11 @@ fn take_from_budget(store: &mut Store, key: &Key, pod: &Value) -> Result<(), Api
     drop(budgets);
     budget["status"]["disruptionsAllowed"] = json!(allowed - 1);
     budget["status"]["disruptedPods"][&key.name] = json!(rules::now());
+    if allowed == 1 {
+        let condition =
+            json!({ "type": "DisruptionAllowed", "status": "False", "reason": "InsufficientPods" });
+        rules::set_condition(&mut budget, condition);
+    }
     store.put(&budget_key, budget);
     Ok(())
 }

@@ -13,20 +13,20 @@ pub struct ApiError {
     pub reason: &'static str,
     pub message: String,
     /// `details` of the `Status`.
-    pub details: Value,
+    pub details: Box<Value>,
     /// Seconds of the `Retry-After` header.
     pub retry_after: Option<u64>,
 }
 
 impl ApiError {
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
-        Self { code, reason, message: message.into(), details: Value::Null, retry_after: None }
+        Self { code, reason, message: message.into(), details: Box::default(), retry_after: None }
     }
 
     fn of_object(code: u16, reason: &'static str, kind: &Kind, name: &str, what: &str) -> Self {
         let mut error =
             Self::new(code, reason, what.replace("{}", &format!("{} \"{name}\"", kind.qualified())));
-        error.details = json!({ "name": name, "group": kind.group, "kind": kind.resource });
+        *error.details = json!({ "name": name, "group": kind.group, "kind": kind.resource });
         error
     }
 
@@ -36,7 +36,7 @@ impl ApiError {
 
     pub fn invalid(kind: &Kind, name: &str, what: &str) -> Self {
         let mut error = Self::new(422, "Invalid", format!("{} \"{name}\" is invalid: {what}", kind.kind));
-        error.details = json!({ "name": name, "group": kind.group, "kind": kind.kind });
+        *error.details = json!({ "name": name, "group": kind.group, "kind": kind.kind });
         error
     }
 
@@ -48,13 +48,26 @@ impl ApiError {
         Self::of_object(409, "AlreadyExists", kind, name, "{} already exists")
     }
 
-    /// Optimistic concurrency, and failed preconditions with their own `why`.
-    pub fn conflict(kind: &Kind, name: &str, why: Option<&str>) -> Self {
-        let why = why.unwrap_or(
-            "the object has been modified; please apply your changes to the latest version and try again",
-        );
+    /// Optimistic concurrency.
+    pub fn conflict(kind: &Kind, name: &str) -> Self {
+        let why =
+            "the object has been modified; please apply your changes to the latest version and try again";
+        Self::conflict_because(kind, name, kind.resource, why)
+    }
+
+    /// A conflict that says `why`, about what it calls `of`.
+    pub fn conflict_because(kind: &Kind, name: &str, of: &str, why: &str) -> Self {
         let what = format!("Operation cannot be fulfilled on {{}}: {why}");
-        Self::of_object(409, "Conflict", kind, name, &what)
+        let mut error = Self::of_object(409, "Conflict", kind, name, &what);
+        error.details["kind"] = json!(of);
+        error
+    }
+
+    /// Options that do not go together.
+    pub fn invalid_options(of: &str, what: &str) -> Self {
+        let mut error = Self::new(422, "Invalid", format!("{of}.meta.k8s.io \"\" is invalid: {what}"));
+        *error.details = json!({ "group": "meta.k8s.io", "kind": of });
+        error
     }
 
     pub fn forbidden(kind: &Kind, name: &str, why: &str) -> Self {
@@ -71,7 +84,7 @@ impl ApiError {
         let message = format!("Too large resource version: {asked}, current: {current}");
         let mut error = Self::new(504, "Timeout", message);
         let cause = json!({ "reason": "ResourceVersionTooLarge", "message": "Too large resource version" });
-        error.details = json!({ "causes": [cause], "retryAfterSeconds": 1 });
+        *error.details = json!({ "causes": [cause], "retryAfterSeconds": 1 });
         error.retry_after = Some(1);
         error
     }
@@ -98,10 +111,13 @@ impl ApiError {
     pub fn status(&self) -> Value {
         let mut status = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-            "message": self.message, "reason": self.reason, "code": self.code,
+            "message": self.message, "code": self.code,
         });
+        if !self.reason.is_empty() {
+            status["reason"] = json!(self.reason);
+        }
         if !self.details.is_null() {
-            status["details"] = self.details.clone();
+            status["details"] = (*self.details).clone();
         }
         if let Some(seconds) = self.retry_after {
             status["details"]["retryAfterSeconds"] = json!(seconds);

@@ -61,7 +61,7 @@ impl Form {
         object
     }
 
-    pub fn list(&self, items: &[Value], metadata: Value) -> Value {
+    pub fn list(&self, items: &[Value], metadata: &Value) -> Value {
         let (kind, api_version) = match self.partial {
             true => ("PartialObjectMetadataList".to_owned(), "meta.k8s.io/v1"),
             false => (format!("{}List", self.kind), self.api_version.as_str()),

@@ -30,6 +30,7 @@ fn kind_of(resource: &str) -> Result<&'static Kind> {
     Kind::of_resource(resource).with_context(|| format!("the test server has no resource `{resource}`"))
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "for `map_err`")]
 fn refused(error: ApiError) -> anyhow::Error {
     anyhow!("{} {}: {}", error.code, error.reason, error.message)
 }
@@ -213,8 +214,12 @@ impl ApiServer {
     }
 
     fn command(&self, command: Command) {
-        // An error says that no watch is open.
-        let _ = self.shared.commands.send(command);
+        {
+            let mut state = self.shared.state();
+            let version = state.store.version();
+            state.commands.push((version, command));
+        }
+        self.shared.wake.send_replace(());
     }
 
     /// How many watches of a resource are open.

@@ -203,8 +203,10 @@ fn perform(state: &mut State, verb: &str, call: &Call, empty: bool) -> Result<(u
                 ApiError::new(415, "UnsupportedMediaType", message)
             })?;
             if how == PatchType::Apply && call.param("fieldManager").is_empty() {
-                let message = "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch";
-                return Err(ApiError::new(422, "Invalid", message));
+                return Err(ApiError::invalid_options(
+                    "PatchOptions",
+                    "fieldManager: Required value: is required for apply patch",
+                ));
             }
             let existed = state.store.get(&write::key_of(route)?).is_some();
             let made = write::patch(&mut state.store, route, how, &sent()?, dry)?;
@@ -266,9 +268,7 @@ fn review(state: &State, mut review: Value) -> Value {
 fn asked_version(call: &Call, current: u64) -> Result<Option<u64>, ApiError> {
     let (version, how) = (call.param("resourceVersion"), call.param("resourceVersionMatch"));
     let initial = call.query.get("sendInitialEvents");
-    let wrong = |what: &str| {
-        Err(ApiError::new(422, "Invalid", format!("ListOptions.meta.k8s.io \"\" is invalid: {what}")))
-    };
+    let wrong = |what: &str| Err(ApiError::invalid_options("ListOptions", what));
     if call.verb == "watch" && initial.is_some() && how != "NotOlderThan" {
         return wrong(
             "resourceVersionMatch: Forbidden: sendInitialEvents requires setting resourceVersionMatch to NotOlderThan",
@@ -361,7 +361,7 @@ fn list(state: &State, call: &Call) -> Result<(u16, Value), ApiError> {
             break;
         }
     }
-    Ok((200, call.form.list(&items, metadata)))
+    Ok((200, call.form.list(&items, &metadata)))
 }
 
 fn page(token: &str) -> Option<(u64, String)> {

@@ -51,7 +51,7 @@ mod write;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{broadcast, watch as latest};
+use tokio::sync::watch as latest;
 
 pub use error::ApiError;
 pub use faults::{Cut, Fault, Recorded};
@@ -67,10 +67,9 @@ use watch::Command;
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// The newest resource version, for watches.
-    version: latest::Sender<u64>,
+    /// Tells the watches that there is something new in the state.
+    wake: latest::Sender<()>,
     frozen: latest::Sender<bool>,
-    commands: broadcast::Sender<Command>,
 }
 
 #[derive(Debug, Default)]
@@ -81,6 +80,8 @@ struct State {
     budgets: Vec<Budget>,
     denied: Vec<(String, String)>,
     watches: HashMap<&'static str, usize>,
+    /// To the watches that were open then, each with the resource version after which it was given.
+    commands: Vec<(u64, Command)>,
 }
 
 impl State {
@@ -94,9 +95,8 @@ impl Shared {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             state: Mutex::default(),
-            version: latest::Sender::new(0),
+            wake: latest::Sender::new(()),
             frozen: latest::Sender::new(false),
-            commands: broadcast::Sender::new(64),
         })
     }
 
@@ -111,7 +111,7 @@ impl Shared {
         let before = state.store.version();
         let result = change(&mut state);
         if state.store.version() != before {
-            self.version.send_replace(state.store.version());
+            self.wake.send_replace(());
         }
         result
     }
@@ -123,9 +123,12 @@ impl Shared {
         let _ = frozen.wait_for(|frozen| !frozen).await;
     }
 
-    fn count_watch(self: &Arc<Self>, resource: &'static str) -> OpenWatch {
-        *self.state().watches.entry(resource).or_default() += 1;
-        OpenWatch { shared: Arc::clone(self), resource }
+    /// Counts a watch as open; says how many of the commands are not for it.
+    fn count_watch(self: &Arc<Self>, resource: &'static str) -> (OpenWatch, usize) {
+        let mut state = self.state();
+        *state.watches.entry(resource).or_default() += 1;
+        let before = state.commands.len();
+        (OpenWatch { shared: Arc::clone(self), resource }, before)
     }
 }
 

@@ -3,7 +3,6 @@
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use super::kinds::Kind;
 
 /// How a patch is to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,8 +27,7 @@ impl PatchType {
 }
 
 /// Applies `patch` to `object`.
-pub fn apply(how: PatchType, kind: &Kind, object: &mut Value, patch: &Value) -> Result<(), ApiError> {
-    let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+pub fn apply(how: PatchType, object: &mut Value, patch: &Value) -> Result<(), ApiError> {
     match how {
         PatchType::Json => {
             let operations: json_patch::Patch = serde_json::from_value(patch.clone())
@@ -37,9 +35,7 @@ pub fn apply(how: PatchType, kind: &Kind, object: &mut Value, patch: &Value) -> 
             json_patch::patch(object, &operations).map_err(|error| {
                 let message =
                     format!("the server rejected our request due to an error in our request: {error}");
-                let mut refused = ApiError::invalid(kind, &name, "");
-                refused.message = message;
-                refused
+                ApiError::new(422, "Invalid", message)
             })
         }
         _ if !patch.is_object() => Err(ApiError::bad_request("a patch of this type is an object")),
@@ -126,24 +122,27 @@ fn merge_list(target: &mut Value, items: &[Value], key: &str) {
         *target = Value::Array(Vec::new());
     }
     let Value::Array(list) = target else { return };
-    for item in items {
-        let same = |old: &Value| if key.is_empty() { old == item } else { old.get(key) == item.get(key) };
-        let place = list.iter().position(same);
-        match (directive(item).as_deref(), place) {
-            (Some("delete"), Some(at)) => drop(list.remove(at)),
-            (Some(_), _) => {}
-            (None, Some(at)) => {
-                if let Some(old) = list.get_mut(at) {
-                    strategic(old, item, "");
-                }
-            }
-            (None, None) => {
-                let mut new = Value::Null;
-                strategic(&mut new, item, "");
-                list.push(new);
-            }
-        }
+    let same = |a: &Value, b: &Value| if key.is_empty() { a == b } else { a.get(key) == b.get(key) };
+    let place_in = |list: &[Value], item: &Value| list.iter().position(|old| same(old, item));
+    let old = std::mem::take(list);
+    // What the patch names, in its order, each with where it was; and the rest, in the old order.
+    let mut patched = Vec::new();
+    for item in items.iter().filter(|item| directive(item).is_none()) {
+        let place = place_in(&old, item);
+        let mut new = place.and_then(|at| old.get(at).cloned()).unwrap_or(Value::Null);
+        strategic(&mut new, item, "");
+        patched.push((place, new));
     }
+    let rest = old.iter().enumerate().filter(|(_, old)| place_in(items, old).is_none());
+    let mut rest = rest.map(|(at, old)| (at, old.clone())).peekable();
+    // `normalizeElementOrder` of strategicpatch: the patch's order counts, new items come as early as they can.
+    for (place, new) in patched {
+        while let Some((_, old)) = rest.next_if(|(at, _)| place.is_some_and(|place| *at < place)) {
+            list.push(old);
+        }
+        list.push(new);
+    }
+    list.extend(rest.map(|(_, old)| old));
 }
 
 #[cfg(test)]
@@ -152,8 +151,7 @@ mod tests {
     use serde_json::json;
 
     fn patched(how: PatchType, mut object: Value, patch: &Value) -> Value {
-        let node = Kind::of_resource("nodes").expect("nodes");
-        apply(how, node, &mut object, patch).expect("applies");
+        apply(how, &mut object, patch).expect("applies");
         object
     }
 
@@ -175,7 +173,7 @@ mod tests {
             assert_eq!(merged["spec"]["taints"], json!([{ "key": "c" }]), "atomic");
             assert_eq!(
                 merged["status"]["conditions"],
-                json!([{ "type": "Ready", "status": "False", "reason": "x" }, { "type": "Other" }, { "type": "New" }])
+                json!([{ "type": "Ready", "status": "False", "reason": "x" }, { "type": "New" }, { "type": "Other" }])
             );
             assert_eq!(merged["metadata"]["labels"], json!({ "l": "1" }));
         }
@@ -193,7 +191,7 @@ mod tests {
                       "containers": [{ "name": "proxy", "$patch": "delete" }, { "name": "app", "tty": true }] },
         });
         let got = patched(PatchType::Strategic, pod.clone(), &patch);
-        assert_eq!(got["metadata"], json!({ "labels": { "b": "2" }, "finalizers": ["y", "z"] }));
+        assert_eq!(got["metadata"], json!({ "labels": { "b": "2" }, "finalizers": ["z", "y"] }));
         assert_eq!(got["spec"], json!({ "containers": [{ "name": "app", "image": "i", "tty": true }] }));
         let patch = json!({ "metadata": { "$patch": "replace", "labels": { "c": "3" } } });
         assert_eq!(patched(PatchType::Strategic, pod, &patch)["metadata"], json!({ "labels": { "c": "3" } }));
@@ -201,14 +199,13 @@ mod tests {
 
     #[test]
     fn json_patches_test_and_fail_as_a_whole() {
-        let node = Kind::of_resource("nodes").expect("nodes");
         let mut object = json!({ "metadata": { "name": "n" }, "spec": { "taints": [1] } });
         let before = object.clone();
         let patch = json!([
             { "op": "remove", "path": "/spec/taints/0" },
             { "op": "test", "path": "/metadata/name", "value": "other" },
         ]);
-        assert_eq!(apply(PatchType::Json, node, &mut object, &patch).expect_err("test fails").code, 422);
+        assert_eq!(apply(PatchType::Json, &mut object, &patch).expect_err("test fails").code, 422);
         assert_eq!(object, before);
     }
 }

@@ -113,7 +113,7 @@ pub fn prepare_new(kind: &Kind, body: &mut Value) {
         }
         "poddisruptionbudgets" => {
             body["metadata"]["generation"] = json!(1);
-            body["status"] = Value::Null;
+            body["status"] = json!({ "disruptionsAllowed": 0, "currentHealthy": 0, "desiredHealthy": 0, "expectedPods": 0 });
         }
         _ => {}
     }
@@ -221,6 +221,19 @@ fn fixed(spec: &Value) -> Value {
     spec
 }
 
+/// Sets a condition of the status, by its type.
+pub fn set_condition(object: &mut Value, mut condition: Value) {
+    condition["lastTransitionTime"] = json!(now());
+    if !object["status"]["conditions"].is_array() {
+        object["status"]["conditions"] = json!([]);
+    }
+    let Some(conditions) = object["status"]["conditions"].as_array_mut() else { return };
+    match conditions.iter_mut().find(|old| old["type"] == condition["type"]) {
+        Some(old) => *old = condition,
+        None => conditions.push(condition),
+    }
+}
+
 /// Was it only kept by finalizers, and are they gone?
 pub fn may_go(object: &Value) -> bool {
     let metadata = &object["metadata"];
@@ -240,18 +253,22 @@ pub fn validate(kind: &Kind, object: &Value) -> Result<(), ApiError> {
         }
         EVENTS => wrong_event(object),
         "nodes" => wrong_taint(object),
-        _ => wrong_label(object),
+        _ => None,
     };
-    wrong.map_or(Ok(()), |wrong| Err(ApiError::invalid(kind, name, &wrong)))
+    wrong.or_else(|| wrong_label(object)).map_or(Ok(()), |wrong| Err(ApiError::invalid(kind, name, &wrong)))
 }
 
-/// `ValidateEventCreate` for events.k8s.io/v1; core events without `eventTime` are let pass, as there.
+/// `ValidateEventCreate` for events.k8s.io/v1. Core events have no `eventTime` and little else that is checked.
 fn wrong_event(event: &Value) -> Option<String> {
-    if event["metadata"]["namespace"].as_str() != Some(regarding_namespace(event)) {
+    // Only events about what has no namespace are bound to one.
+    let namespace = event["metadata"]["namespace"].as_str().unwrap_or_default();
+    let regards_namespaced = event["regarding"]["namespace"].as_str().is_some_and(|ns| !ns.is_empty());
+    if !regards_namespaced && !matches!(namespace, "default" | "kube-system") {
         return Some("involvedObject.namespace: Invalid value: does not match event.namespace".into());
     }
     if event["eventTime"].is_null() {
-        return event["deprecatedFirstTimestamp"].is_null().then(|| "eventTime: Required value".into());
+        // Stored, both kinds look alike; whoever reports by the new one names its controller.
+        return (!event["reportingController"].is_null()).then(|| "eventTime: Required value".into());
     }
     let text = |field: &str| event[field].as_str().unwrap_or_default().to_owned();
     for (field, most) in
@@ -270,11 +287,6 @@ fn wrong_event(event: &Value) -> Option<String> {
     (text("note").len() > 1024).then(|| "message: Invalid value: can have at most 1024 characters".into())
 }
 
-/// Events about what has no namespace go to `default`.
-fn regarding_namespace(event: &Value) -> &str {
-    event["regarding"]["namespace"].as_str().filter(|namespace| !namespace.is_empty()).unwrap_or("default")
-}
-
 fn wrong_taint(node: &Value) -> Option<String> {
     let taints = node["spec"]["taints"].as_array()?;
     let of = |taint: &Value| (taint["key"].clone(), taint["effect"].clone());
@@ -287,7 +299,7 @@ fn wrong_taint(node: &Value) -> Option<String> {
             return Some(format!("spec.taints[{at}]: Duplicate value"));
         }
     }
-    wrong_label(node)
+    None
 }
 
 fn wrong_label(object: &Value) -> Option<String> {

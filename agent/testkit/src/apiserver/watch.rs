@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use serde_json::{Value, json};
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::Shared;
@@ -113,10 +113,18 @@ pub(super) async fn run(
     fault: Option<Effect>,
     lines: Lines,
 ) {
-    let commands = shared.commands.subscribe();
-    let _open = shared.count_watch(watch.kind.resource);
-    let mut sender = Sender { shared: &shared, watch: &watch, lines: &lines, fault, sent: 0, position: 0 };
-    let end = match sender.follow(start, commands).await {
+    let (_open, command) = shared.count_watch(watch.kind.resource);
+    let mut sender = Sender {
+        shared: &shared,
+        watch: &watch,
+        lines: &lines,
+        fault,
+        sent: 0,
+        position: 0,
+        began: 0,
+        command,
+    };
+    let end = match sender.follow(start).await {
         Ok(()) => return,
         Err(end) => end,
     };
@@ -141,42 +149,52 @@ struct Sender<'a> {
     sent: usize,
     /// Resource version of the last change that was looked at.
     position: u64,
+    /// Where it started.
+    began: u64,
+    /// How many of the test's commands have been looked at.
+    command: usize,
 }
 
 impl Sender<'_> {
     /// `Ok`: the client is gone.
-    async fn follow(&mut self, start: Start, mut commands: broadcast::Receiver<Command>) -> Result<(), End> {
+    async fn follow(&mut self, start: Start) -> Result<(), End> {
         if matches!(self.fault, Some(Effect::Stale)) {
             return Err(End::Silence);
         }
         let deadline = self.watch.timeout.map(|timeout| Instant::now() + timeout);
-        let mut version = self.shared.version.subscribe();
+        let mut wake = self.shared.wake.subscribe();
         self.begin(start).await?;
         loop {
-            version.borrow_and_update();
+            wake.borrow_and_update();
             self.shared.thawed().await;
-            self.catch_up().await?;
+            if let Some(command) = self.catch_up().await? {
+                self.obey(command).await?;
+                continue;
+            }
             tokio::select! {
-                _ = version.changed() => {}
+                _ = wake.changed() => {}
                 () = self.lines.closed() => return Ok(()),
-                command = commands.recv() => match command {
-                    Ok(Command::Cut(how)) => return Err(self.cut(how).await),
-                    Ok(Command::Expire) => return Err(End::Expired(ApiError::of_code(410))),
-                    Ok(Command::Silence) => return Err(End::Silence),
-                    Ok(Command::Bookmark) if self.watch.bookmarks => {
-                        self.send(self.watch.bookmark(self.position, false)).await?;
-                    }
-                    Ok(Command::Bookmark) | Err(_) => {}
-                },
                 () = sleep_until(deadline) => {
-                    // As the real server: a bookmark just before the end.
-                    self.catch_up().await?;
-                    if self.watch.bookmarks {
-                        self.send(self.watch.bookmark(self.position, false)).await?;
+                    // As the real server: a bookmark before the end, if there is anything newer to say.
+                    if self.position > self.began {
+                        self.obey(Command::Bookmark).await?;
                     }
                     return Err(End::Clean);
                 }
             }
+        }
+    }
+
+    async fn obey(&self, command: Command) -> Result<(), End> {
+        match command {
+            Command::Cut(how) => Err(self.cut(how).await),
+            Command::Expire => Err(End::Expired(ApiError::of_code(410))),
+            Command::Silence => Err(End::Silence),
+            Command::Bookmark if self.watch.bookmarks => {
+                self.send(self.watch.bookmark(self.position, false)).await;
+                Ok(())
+            }
+            Command::Bookmark => Ok(()),
         }
     }
 
@@ -190,32 +208,38 @@ impl Sender<'_> {
             (state.store.version(), events)
         };
         self.position = if let Start::After(version) = start { version } else { position };
+        self.began = self.position;
         self.check_fault().await?;
         for event in events {
             self.send_event(event).await?;
         }
         if start == Start::StateWithBookmark && self.watch.bookmarks {
-            self.send(self.watch.bookmark(position, true)).await?;
+            self.send(self.watch.bookmark(position, true)).await;
         }
         Ok(())
     }
 
-    async fn catch_up(&mut self) -> Result<(), End> {
-        let (events, position) = {
+    /// Sends what has changed up to the next command, and gives that, if there is one.
+    async fn catch_up(&mut self) -> Result<Option<Command>, End> {
+        let (events, position, command) = {
             let state = self.shared.state();
+            let command = state.commands.get(self.command).copied();
+            let until = command.map_or_else(|| state.store.version(), |(version, _)| version);
             let changes = state.store.since(self.position).map_err(End::Expired)?;
-            let events: Vec<Bytes> = changes.iter().filter_map(|change| self.watch.event(change)).collect();
-            (events, state.store.version().max(self.position))
+            let changes = changes.iter().take_while(|change| change.version <= until);
+            let events: Vec<Bytes> = changes.filter_map(|change| self.watch.event(change)).collect();
+            (events, until.max(self.position), command)
         };
         for event in events {
             self.send_event(event).await?;
         }
         self.position = position;
-        Ok(())
+        self.command += usize::from(command.is_some());
+        Ok(command.map(|(_, command)| command))
     }
 
     async fn send_event(&mut self, event: Bytes) -> Result<(), End> {
-        self.send(event).await?;
+        self.send(event).await;
         self.sent += 1;
         self.check_fault().await
     }
@@ -242,10 +266,9 @@ impl Sender<'_> {
         }
     }
 
-    async fn send(&self, line: Bytes) -> Result<(), End> {
+    async fn send(&self, line: Bytes) {
         // A client that is gone ends the loop by `closed`.
         drop(self.lines.send(Ok(line)).await);
-        Ok(())
     }
 }
 

@@ -41,11 +41,7 @@ pub fn create(store: &mut Store, route: &Route, mut body: Value, dry_run: bool) 
         rules::namespace_takes(store, kind, &namespace, &body)?;
     }
     if !body["metadata"]["resourceVersion"].is_null() {
-        return Err(ApiError::new(
-            500,
-            "InternalError",
-            "resourceVersion should not be set on objects to be created",
-        ));
+        return Err(ApiError::new(500, "", "resourceVersion should not be set on objects to be created"));
     }
     rules::name(kind, &mut body)?;
     rules::prepare_new(kind, &mut body);
@@ -56,12 +52,12 @@ pub fn create(store: &mut Store, route: &Route, mut body: Value, dry_run: bool) 
 pub fn insert(store: &mut Store, kind: &Kind, namespace: &str, mut body: Value, dry_run: bool) -> Written {
     let name = body["metadata"]["name"].as_str().unwrap_or_default().to_owned();
     let key = Key::new(kind, namespace, &name);
-    if store.get(&key).is_some() {
-        return Err(ApiError::already_exists(kind, &name));
-    }
     rules::tidy(&mut body);
     rules::identify(kind, namespace, &mut body);
     rules::validate(kind, &body)?;
+    if store.get(&key).is_some() {
+        return Err(ApiError::already_exists(kind, &name));
+    }
     Ok(if dry_run { Arc::new(body) } else { store.put(&key, body) })
 }
 
@@ -77,7 +73,7 @@ pub fn update(store: &mut Store, route: &Route, mut body: Value, dry_run: bool) 
         )));
     }
     rules::tidy(&mut body);
-    replace(store, route, &key, &old, body, dry_run)
+    replace(store, route, &key, &old, (body, false), dry_run)
 }
 
 /// PATCH of an object or of its status. A server-side apply creates what is not there.
@@ -92,12 +88,12 @@ pub fn patch(store: &mut Store, route: &Route, how: PatchType, sent: &Value, dry
         return Err(ApiError::not_found(route.kind, &key.name));
     };
     let mut new = (*old).clone();
-    patch::apply(how, route.kind, &mut new, sent)?;
+    patch::apply(how, &mut new, sent)?;
     rules::tidy(&mut new);
     if new["metadata"]["name"].as_str() != Some(&key.name) {
         return Err(ApiError::bad_request("the name of the object does not match the name on the URL"));
     }
-    replace(store, route, &key, &old, new, dry_run)
+    replace(store, route, &key, &old, (new, true), dry_run)
 }
 
 fn replace(
@@ -105,22 +101,30 @@ fn replace(
     route: &Route,
     key: &Key,
     old: &Arc<Value>,
-    mut new: Value,
+    (mut new, patched): (Value, bool),
     dry_run: bool,
 ) -> Written {
     let kind = route.kind;
     let (was, sent) = (&old["metadata"], &new["metadata"]);
     if sent["uid"].is_string() && sent["uid"] != was["uid"] {
+        if patched {
+            return Err(ApiError::invalid(
+                kind,
+                &key.name,
+                "metadata.uid: Invalid value: field is immutable",
+            ));
+        }
+        let text = |uid: &Value| uid.as_str().unwrap_or_default().to_owned();
         let why = format!(
             "Precondition failed: UID in precondition: {}, UID in object meta: {}",
-            sent["uid"].as_str().unwrap_or_default(),
-            was["uid"].as_str().unwrap_or_default()
+            text(&sent["uid"]),
+            text(&was["uid"])
         );
-        return Err(ApiError::conflict(kind, &key.name, Some(&why)));
+        return Err(ApiError::conflict_because(kind, &key.name, kind.resource, &why));
     }
     let version = sent["resourceVersion"].as_str().unwrap_or_default();
     if !matches!(version, "" | "0") && sent["resourceVersion"] != was["resourceVersion"] {
-        return Err(ApiError::conflict(kind, &key.name, None));
+        return Err(ApiError::conflict(kind, &key.name));
     }
     rules::keep(kind, route.subresource.as_deref(), old, &mut new)?;
     rules::validate(kind, &new)?;
@@ -141,10 +145,11 @@ pub fn bind(store: &mut Store, route: &Route, body: &Value) -> Result<(), ApiErr
     let old = existing(store, route.kind, &key)?;
     if old["spec"]["nodeName"].as_str().is_some_and(|node| !node.is_empty()) {
         let why = format!("pod {} is already assigned to node {}", key.name, old["spec"]["nodeName"]);
-        return Err(ApiError::conflict(route.kind, &key.name, Some(&why)));
+        return Err(ApiError::conflict_because(route.kind, &key.name, "pods/binding", &why));
     }
     let mut pod = (*old).clone();
     pod["spec"]["nodeName"] = body["target"]["name"].clone();
+    rules::set_condition(&mut pod, json!({ "type": "PodScheduled", "status": "True" }));
     store.put(&key, pod);
     Ok(())
 }

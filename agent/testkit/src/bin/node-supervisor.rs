@@ -164,6 +164,8 @@ fn private_mounts(order: &Order) -> Result<()> {
         let tracing = mount("tracefs", "/sys/kernel/tracing", "tracefs", MountFlags::empty(), None);
         tracing.or_else(|error| if error == Errno::BUSY { Ok(()) } else { Err(error) }).context("tracefs")?;
     }
+    // As on a node with systemd, where containers may see what is mounted after their start; nobody outside is told.
+    mount_change("/", MountPropagationFlags::SHARED | MountPropagationFlags::REC)?;
     Ok(())
 }
 

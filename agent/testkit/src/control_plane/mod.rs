@@ -10,7 +10,7 @@ mod request;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use base64::Engine as _;
@@ -29,13 +29,15 @@ const LOG_LINES: usize = 15;
 
 /// A running control plane. Dropping it kills both processes and removes their directory.
 pub struct ControlPlane {
-    /// kube-apiserver and etcd, in the order in which they are to end.
-    _processes: Mutex<[Proc; 2]>,
-    dir: TempDir,
+    // Processes come before their directory: fields are dropped in this order.
+    processes: Mutex<[Process; 2]>,
+    program: PathBuf,
+    files: Files,
     authority: Authority,
     admin: Https,
     url: String,
-    _ports: [Port; 3],
+    ports: [Port; 3],
+    dir: TempDir,
 }
 
 impl std::fmt::Debug for ControlPlane {
@@ -73,25 +75,68 @@ impl ControlPlane {
 
     /// Starts etcd and kube-apiserver and waits until both are ready.
     pub fn start() -> Result<Self> {
-        let (etcd, apiserver) =
-            (program("etcd", "TEST_ASSET_ETCD")?, program("kube-apiserver", "TEST_ASSET_KUBE_APISERVER")?);
+        let etcd = program("etcd", "TEST_ASSET_ETCD")?;
+        let apiserver = program("kube-apiserver", "TEST_ASSET_KUBE_APISERVER")?;
         let dir = tempfile::Builder::new().prefix("nobypass-cluster-").tempdir()?;
         let ports = [Port::reserve()?, Port::reserve()?, Port::reserve()?];
-        let [client, peer, secure] = &ports;
         let authority = Authority::new()?;
         let admin = authority.client("admin", Some("system:masters"))?;
         let files = Files::write(dir.path(), &authority)?;
-        let client = format!("http://{}", client.address());
-        let mut etcd = logged(
-            etcd_command(&etcd, dir.path(), &client, &format!("http://{}", peer.address())),
-            &files.etcd_log,
-        )?;
-        let url = format!("https://{}", secure.address());
-        let command = apiserver_command(&apiserver, &files, &client, secure);
-        let mut apiserver = logged(command, &files.apiserver_log)?;
-        let admin = Https::new(secure.address(), &authority.certificate, &admin)?;
-        wait_ready(&admin, &mut [(&mut etcd, &files.etcd_log), (&mut apiserver, &files.apiserver_log)])?;
-        Ok(Self { _processes: Mutex::new([apiserver, etcd]), dir, authority, admin, url, _ports: ports })
+        let processes = [
+            Process::start(etcd_command(&etcd, dir.path(), &ports), &files.etcd_log)?,
+            Process::start(apiserver_command(&apiserver, &files, &ports), &files.apiserver_log)?,
+        ];
+        let [_, _, secure] = &ports;
+        let plane = Self {
+            admin: Https::new(secure.address(), &authority.certificate, &admin)?,
+            url: format!("https://{}", secure.address()),
+            processes: Mutex::new(processes),
+            program: apiserver,
+            files,
+            authority,
+            ports,
+            dir,
+        };
+        plane.wait_ready()?;
+        Ok(plane)
+    }
+
+    /// Ends kube-apiserver, and starts it anew on the same port: its cache is empty then, so that watches of older
+    /// resource versions have expired.
+    pub fn restart_apiserver(&self) -> Result<()> {
+        let command = apiserver_command(&self.program, &self.files, &self.ports);
+        {
+            let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+            let [_, apiserver] = &mut *processes;
+            // Asked to end, it would wait for the watches of its clients.
+            apiserver.proc.kill();
+            *apiserver = Process::start(command, &self.files.apiserver_log)?;
+        }
+        self.wait_ready()
+    }
+
+    fn wait_ready(&self) -> Result<()> {
+        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = String::from("none");
+        let mut ended = None;
+        let ready = wait::until("/readyz of kube-apiserver", wait::LONG, || {
+            ended =
+                processes.iter_mut().find_map(|process| (!process.proc.is_running()).then(|| process.tail()));
+            match self.admin.send("GET", "/readyz", "") {
+                _ if ended.is_some() => return Some(()),
+                Ok((200, _)) => return Some(()),
+                Ok((code, body)) => last = format!("{code}: {body}"),
+                Err(error) => last = format!("{error:#}"),
+            }
+            None
+        });
+        if let Some(log) = ended {
+            bail!("a process of the control plane has ended:\n{log}");
+        }
+        ready.with_context(|| {
+            let logs = processes.iter().map(Process::tail).collect::<Vec<_>>().join("\n");
+            format!("last answer: {last}\n{logs}")
+        })
     }
 
     /// A process that outlives us by the time that it takes to remove the directory: statics are not dropped.
@@ -101,6 +146,19 @@ impl ControlPlane {
         // Dropping it would kill it; the end of its input tells it that we are gone.
         std::mem::forget(proc::spawn_orphan(command)?);
         Ok(())
+    }
+
+    /// The private directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Process ids of etcd and kube-apiserver.
+    #[must_use]
+    pub fn pids(&self) -> [u32; 2] {
+        let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        processes.each_ref().map(|process| process.proc.pid())
     }
 
     /// `https://127.0.0.1:PORT`.
@@ -161,26 +219,26 @@ impl ControlPlane {
     }
 }
 
-fn wait_ready(admin: &Https, processes: &mut [(&mut Proc, &PathBuf)]) -> Result<()> {
-    let mut last = String::from("none");
-    let mut ended = None;
-    let ready = wait::until("/readyz of kube-apiserver", wait::LONG, || {
-        ended = processes.iter_mut().find_map(|(process, log)| (!process.is_running()).then(|| tail(log)));
-        match admin.send("GET", "/readyz", "") {
-            _ if ended.is_some() => return Some(()),
-            Ok((200, _)) => return Some(()),
-            Ok((code, body)) => last = format!("{code}: {body}"),
-            Err(error) => last = format!("{error:#}"),
-        }
-        None
-    });
-    if let Some(log) = ended {
-        bail!("a process of the control plane has ended:\n{log}");
+/// A process and where it logs.
+#[derive(Debug)]
+struct Process {
+    proc: Proc,
+    log: PathBuf,
+}
+
+impl Process {
+    fn start(mut command: Command, log: &Path) -> Result<Self> {
+        let file = fs::File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
+        command.stderr(file);
+        Ok(Self { proc: proc::spawn(command)?, log: log.to_path_buf() })
     }
-    ready.with_context(|| {
-        let logs = processes.iter().map(|(_, log)| tail(log)).collect::<Vec<_>>().join("\n");
-        format!("last answer: {last}\n{logs}")
-    })
+
+    /// The end of its log.
+    fn tail(&self) -> String {
+        let text = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines.iter().skip(lines.len().saturating_sub(LOG_LINES)).copied().collect::<Vec<_>>().join("\n")
+    }
 }
 
 /// What the processes read and write.
@@ -220,13 +278,8 @@ impl Files {
     }
 }
 
-fn logged(mut command: Command, log: &Path) -> Result<Proc> {
-    let file = fs::File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
-    command.stderr(file);
-    proc::spawn(command)
-}
-
-fn etcd_command(program: &Path, dir: &Path, client: &str, peer: &str) -> Command {
+fn etcd_command(program: &Path, dir: &Path, ports: &[Port; 3]) -> Command {
+    let [client, peer, _] = ports.each_ref().map(|port| format!("http://{}", port.address()));
     let mut command = Command::new(program);
     command.arg("--data-dir").arg(dir.join("etcd")).args([
         "--name=test",
@@ -242,7 +295,7 @@ fn etcd_command(program: &Path, dir: &Path, client: &str, peer: &str) -> Command
     command
 }
 
-fn apiserver_command(program: &Path, files: &Files, etcd: &str, port: &Port) -> Command {
+fn apiserver_command(program: &Path, files: &Files, [etcd, _, port]: &[Port; 3]) -> Command {
     let mut command = Command::new(program);
     for (flag, path) in [
         ("--client-ca-file", &files.authority),
@@ -254,7 +307,7 @@ fn apiserver_command(program: &Path, files: &Files, etcd: &str, port: &Port) -> 
         command.arg(flag).arg(path);
     }
     command.args([
-        &format!("--etcd-servers={etcd}"),
+        &format!("--etcd-servers=http://{}", etcd.address()),
         &format!("--secure-port={}", port.address().port()),
         "--bind-address=127.0.0.1",
         "--advertise-address=127.0.0.1",
@@ -268,10 +321,4 @@ fn apiserver_command(program: &Path, files: &Files, etcd: &str, port: &Port) -> 
         "--profiling=false",
     ]);
     command
-}
-
-fn tail(log: &Path) -> String {
-    let text = fs::read_to_string(log).unwrap_or_default();
-    let lines: Vec<&str> = text.lines().collect();
-    lines.iter().skip(lines.len().saturating_sub(LOG_LINES)).copied().collect::<Vec<_>>().join("\n")
 }

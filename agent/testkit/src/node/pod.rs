@@ -31,6 +31,8 @@ pub struct PodSpec {
     pub qos: Qos,
     /// Uses the node's network namespace.
     pub host_network: bool,
+    /// Sees the node's processes.
+    pub host_pid: bool,
     /// Started in this order.
     pub containers: Vec<ContainerSpec>,
 }
@@ -81,6 +83,7 @@ impl PodSpec {
             annotations: HashMap::new(),
             qos: Qos::Burstable,
             host_network: false,
+            host_pid: false,
             containers,
         })
     }
@@ -95,7 +98,6 @@ impl PodSpec {
     }
 
     fn sandbox_config(&self, node: &Node) -> cri::PodSandboxConfig {
-        let network = if self.host_network { cri::NamespaceMode::Node } else { cri::NamespaceMode::Pod };
         let parent = node.cgroup_parent().join(pod_path(Driver::Cgroupfs, self.qos, &self.uid));
         let metadata = cri::PodSandboxMetadata {
             name: self.name.clone(),
@@ -104,7 +106,7 @@ impl PodSpec {
             attempt: 0,
         };
         let security_context = cri::LinuxSandboxSecurityContext {
-            namespace_options: Some(cri::NamespaceOption { network: network.into(), ..Default::default() }),
+            namespace_options: Some(self.namespaces()),
             ..Default::default()
         };
         cri::PodSandboxConfig {
@@ -122,6 +124,14 @@ impl PodSpec {
             }),
             ..Default::default()
         }
+    }
+
+    /// For the sandbox and for each container.
+    #[must_use]
+    pub fn namespaces(&self) -> cri::NamespaceOption {
+        let network = if self.host_network { cri::NamespaceMode::Node } else { cri::NamespaceMode::Pod };
+        let pid = if self.host_pid { cri::NamespaceMode::Node } else { cri::NamespaceMode::Container };
+        cri::NamespaceOption { network: network.into(), pid: pid.into(), ..Default::default() }
     }
 
     /// Labels with those a kubelet adds (kubernetes/pkg/kubelet/types/labels.go).
@@ -231,34 +241,57 @@ impl Node {
 
     /// Adds a container to a running pod.
     pub fn start_container(&self, pod: &mut Pod, spec: &ContainerSpec) -> Result<()> {
-        let mut labels = pod.spec.kubelet_labels();
-        labels.insert("io.kubernetes.container.name".to_owned(), spec.name.clone());
         let user = cri::LinuxContainerSecurityContext {
             run_as_user: Some(cri::Int64Value { value: spec.uid.into() }),
             ..Default::default()
         };
         let config = cri::ContainerConfig {
-            metadata: Some(cri::ContainerMetadata { name: spec.name.clone(), attempt: 0 }),
             image: Some(cri::ImageSpec { image: spec.image.clone(), ..Default::default() }),
             command: spec.command.clone(),
-            labels,
-            log_path: format!("{}.log", spec.name),
             linux: Some(cri::LinuxContainerConfig { security_context: Some(user), ..Default::default() }),
             ..Default::default()
         };
+        self.start_container_with(pod, &spec.name, config)
+    }
+
+    /// As [`Node::start_container`], with a configuration to which name, labels and log are added.
+    pub fn start_container_with(
+        &self,
+        pod: &mut Pod,
+        name: &str,
+        mut config: cri::ContainerConfig,
+    ) -> Result<()> {
+        config.metadata = Some(cri::ContainerMetadata { name: name.to_owned(), attempt: 0 });
+        config.labels = pod.spec.kubelet_labels();
+        config.labels.insert("io.kubernetes.container.name".to_owned(), name.to_owned());
+        config.log_path = format!("{name}.log");
         let request = cri::CreateContainerRequest {
             pod_sandbox_id: pod.sandbox.clone(),
             config: Some(config),
             sandbox_config: Some(pod.spec.sandbox_config(self)),
         };
         let mut client = self.cri().runtime();
-        let what = format!("container {} of {}", spec.name, pod.spec.name);
+        let what = format!("container {name} of {}", pod.spec.name);
         let id = self.cri().call(&what, async move { client.create_container(request).await })?.container_id;
         let mut client = self.cri().runtime();
         let request = cri::StartContainerRequest { container_id: id.clone() };
         self.cri().call(&what, async move { client.start_container(request).await })?;
-        pod.containers.insert(spec.name.clone(), id);
+        pod.containers.insert(name.to_owned(), id);
         Ok(())
+    }
+
+    /// The exit code of a container; `None` while it runs.
+    pub fn exit_code(&self, pod: &Pod, container: &str) -> Result<Option<i32>> {
+        let request = cri::ContainerStatusRequest {
+            container_id: pod.container(container)?.to_owned(),
+            verbose: false,
+        };
+        let mut client = self.cri().runtime();
+        let answer =
+            self.cri().call("ContainerStatus", async move { client.container_status(request).await })?;
+        let status = answer.status.context("a container without status")?;
+        let ended = status.state == i32::from(cri::ContainerState::ContainerExited);
+        Ok(ended.then_some(status.exit_code))
     }
 
     /// Kills and removes a container, as before the kubelet starts it anew.

@@ -12,8 +12,8 @@ pub struct Given {
     pub namespace: String,
     /// Does not exist.
     pub node: String,
-    /// Forgets old resource versions, where that can be asked for.
-    pub compact: Box<dyn Fn()>,
+    /// Makes the server forget old resource versions.
+    pub forget: Box<dyn Fn()>,
 }
 
 fn pod(name: &str, label: &str) -> Value {
@@ -133,7 +133,7 @@ async fn watches(s: &mut Script, given: &Given, pods: &str) {
     s.patch("changes", &path, MERGE, &json!({ "metadata": { "annotations": { "k": "v" } } })).await;
     s.patch("the same again", &path, MERGE, &json!({ "metadata": { "annotations": { "k": "v" } } })).await;
     s.delete("ends", &path, &Value::Null).await;
-    s.events("the watch of app=w", &mut events, 5).await;
+    s.events("the watch of app=w", &mut events, 6).await;
     let query = "watch=1&timeoutSeconds=1";
     let mut events = s.watch(&format!("{pods}?{query}&labelSelector=app%3Dx")).await;
     s.events("from no version, for a second", &mut events, 2).await;
@@ -151,21 +151,21 @@ async fn watches(s: &mut Script, given: &Given, pods: &str) {
     )
     .await;
     s.get("by an unknown field", &format!("{pods}?watch=1&fieldSelector=spec.colour%3Dred")).await;
-    (given.compact)();
+    (given.forget)();
     let mut events = s.watch(&format!("{pods}?watch=1&resourceVersion=1")).await;
     s.events("from a version that is too old", &mut events, 2).await;
-    // As many bookmarks as the server likes, and then the end.
     let list = s.get("from here", pods).await;
-    let query =
-        format!("watch=1&timeoutSeconds=3&allowWatchBookmarks=true&resourceVersion={}", version(&list));
-    let mut events = s.watch(&format!("{pods}?{query}")).await;
-    let mut bookmarks = 0;
+    let from = format!("allowWatchBookmarks=true&resourceVersion={}", version(&list));
+    let mut events = s.watch(&format!("{pods}?watch=1&timeoutSeconds=6&labelSelector=none&{from}")).await;
+    let newer = s.post("not selected", pods, &pod("f", "x")).await;
+    let mut last = None;
     while let Some(event) = events.next().await {
         assert_eq!(event["type"], "BOOKMARK", "{event}");
-        assert!(version(&event["object"]).parse::<u64>().unwrap() >= version(&list).parse::<u64>().unwrap());
-        bookmarks += 1;
+        last = Some(version(&event["object"]).parse::<u64>().unwrap());
     }
-    s.note(&format!("bookmarks before the end: {}", bookmarks > 0));
+    let passed = last.is_some_and(|last| last >= version(&newer).parse().unwrap());
+    s.note(&format!("a bookmark before the end, past what was not selected: {passed}"));
+    s.delete("away with it", &format!("{pods}/f"), &Value::Null).await;
 }
 
 async fn updates(s: &mut Script, pods: &str) {
@@ -394,7 +394,7 @@ async fn deletions(s: &mut Script, given: &Given, pods: &str) {
     )
     .await;
     s.delete("needs no grace", &format!("{pods}/bound"), &Value::Null).await;
-    s.events("the watch of app=gone", &mut events, 10).await;
+    s.events("the watch of app=gone", &mut events, 13).await;
     s.delete("the node", &node, &Value::Null).await;
 }
 

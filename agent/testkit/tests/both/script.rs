@@ -1,6 +1,6 @@
 //! One script of API requests; its transcript shows what clients can rely on, without what differs between two runs.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 
 use http::{Method, Request};
@@ -102,10 +102,12 @@ impl Script {
         body: &Value,
     ) -> Value {
         let sent = self.client.send(Self::request(method, path, content_type, body));
-        let response = tokio::time::timeout(HANG, sent).await.expect("an answer").unwrap();
+        let response = tokio::time::timeout(HANG, sent).await;
+        let response = response.unwrap_or_else(|_| panic!("no answer: {title}")).unwrap();
         let code = response.status().as_u16();
         let retry = response.headers().get("retry-after").map(|value| value.to_str().unwrap().to_owned());
-        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        let bytes = tokio::time::timeout(HANG, response.into_body().collect()).await;
+        let bytes = bytes.unwrap_or_else(|_| panic!("no end of the answer: {title}")).unwrap().to_bytes();
         let answer: Value = serde_json::from_slice(&bytes).unwrap_or_else(|_| json!({ "kind": "no JSON" }));
         let retry = retry.map(|seconds| format!(" retry-after={seconds}")).unwrap_or_default();
         let shown = self.show(&answer);
@@ -141,8 +143,12 @@ impl Script {
         let kind = answer["kind"].as_str().unwrap_or("?").to_owned();
         if kind == "Status" {
             let details = &answer["details"];
-            let causes: Vec<&Value> =
-                details["causes"].as_array().into_iter().flatten().map(|cause| &cause["reason"]).collect();
+            let causes: Vec<&str> = details["causes"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(|cause| cause["reason"].as_str())
+                .collect();
             let causes = if answer["reason"] == "Invalid" { String::new() } else { format!("{causes:?}") };
             let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
             return format!(
@@ -183,6 +189,10 @@ impl Script {
                 "resourceVersion" => self.numbered("version", value),
                 "deletionTimestamp" => "(time)".into(),
                 "taints" => value.as_array().unwrap().iter().map(|t| format!("{}", t["key"])).collect(),
+                "labels" | "annotations" => {
+                    let pairs: BTreeMap<&String, &Value> = value.as_object().unwrap().iter().collect();
+                    serde_json::to_string(&pairs).unwrap()
+                }
                 _ => value.to_string(),
             };
             write!(text, " {field}={value}").unwrap();

@@ -6,6 +6,8 @@
 
 mod book;
 mod facts;
+#[cfg(test)]
+mod manifests;
 mod object;
 
 use std::time::SystemTime;

@@ -144,6 +144,8 @@ impl Lab {
         self.starts += 1;
         let mut command = self.command()?;
         command.args(["agent", "--mode", mode, "--pods", "cri", "--log", "info", "--log-format", "text"]);
+        // Each attempt is to be judged at its SYN, and counted.
+        command.args(["--refusal", "abort"]);
         command.arg("--cri-endpoint").arg(self.node.cri_socket());
         command.arg("--pod-parent").arg(self.node.kubepods());
         command.arg("--cni-dir").arg(self.node.cni_net_dir());

@@ -79,7 +79,7 @@ fn enforce(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> {
     screen.step("Enforce: bypasses are dropped from the next packet on")?;
     screen.command("nobypass mode enforce")?;
     screen.quote(&lab.nobypass(&["mode", "enforce"])?)?;
-    blocked(screen, lab, early)?;
+    blocked(screen, lab, early, "ECONNABORTED")?;
     let event = lab.next_event()?;
     screen.quote(&event)?;
     ensure!(event.contains("dropped") && event.contains("shop/early"), "that is another event");
@@ -95,7 +95,8 @@ fn without_agent(screen: &mut Screen, lab: &mut Lab, early: &Pod) -> Result<()> 
     let pid = lab.kill_agent()?;
     screen.command(&format!("kill -9 {pid}"))?;
     let killed = dropped(lab)?;
-    blocked(screen, lab, early)?;
+    // Nobody tells the application now.
+    blocked(screen, lab, early, "TIMEOUT")?;
     screen.command("nobypass status")?;
     screen.quote(&lab.nobypass(&["status"])?)?;
     let alone = dropped(lab)?;
@@ -167,9 +168,9 @@ fn bypass(screen: &Screen, lab: &mut Lab, pod: &Pod) -> Result<()> {
 }
 
 /// The application's connection does not get out.
-fn blocked(screen: &Screen, lab: &mut Lab, pod: &Pod) -> Result<()> {
+fn blocked(screen: &Screen, lab: &mut Lab, pod: &Pod, sees: &str) -> Result<()> {
     let Outcome { app_saw, syns, plain, mesh } = attempt(screen, lab, pod)?;
-    ensure!((app_saw.as_str(), syns, plain, mesh) == ("TIMEOUT", 0, 0, 0), "the connection was not blocked");
+    ensure!((app_saw.as_str(), syns, plain, mesh) == (sees, 0, 0, 0), "the connection was not blocked");
     Ok(())
 }
 

@@ -6,6 +6,7 @@
 #![expect(clippy::print_stderr, reason = "usage errors of a test tool")]
 #![expect(clippy::exit, reason = "exit codes are part of the interface")]
 
+mod again;
 mod first;
 mod flood;
 mod options;
@@ -33,6 +34,7 @@ one try, one report:
   rawsyn ADDR PORT                       TCP SYN by a raw socket (--hdrincl: IPv4 header included)
   afpacket ADDR PORT                     TCP SYN by a packet socket (IPv4; --dev eth0, --via GATEWAY)
 many tries, one report:
+  again ADDR PORT N                      N connects one after the other (--nonblock, --mapped) and how long they took
   flood ADDR PORT N                      N connects, closed at once (--wait-ms 0, --parallel 1)
   first-packet ADDR PORT                 --parent DIR --count N --enter procs|clone3 (--parallel 128): new cgroup,
                                          new process, first action connect
@@ -73,6 +75,7 @@ fn run(o: &Options) -> Result<String, String> {
         "ping" => udp::ping(o.address(1)?, o),
         "rawsyn" => raw::syn(o.target()?, o),
         "afpacket" => raw::packet(o.target()?, o),
+        "again" => again::run(o.target()?, o),
         "flood" => flood::run(o.target()?, o),
         "first-packet" => first::run(o.target()?, o),
         "server" => server::run(&o.ports()?, o),

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
-const FLAGS: [&str; 5] = ["stdin", "tproxy", "connected", "hdrincl", "keep-caps"];
+const FLAGS: [&str; 7] = ["stdin", "tproxy", "connected", "hdrincl", "keep-caps", "nonblock", "mapped"];
 const VALUES: [&str; 15] = [
     "cgroup",
     "netns",

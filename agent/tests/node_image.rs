@@ -1,0 +1,217 @@
+//! The image, in a pod that has what deploy/manifests grants and nothing more.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "the helpers of a test may panic as the test may"
+)]
+
+mod support {
+    #![allow(dead_code, reason = "each test target uses its part")]
+    pub mod agent;
+    pub mod manifest;
+    pub mod metrics;
+    pub mod node;
+    pub mod yaml;
+}
+
+use nobypass_testkit::node::{ExecOutput, Node, Pod};
+use nobypass_testkit::{proc, wait};
+use serde_json::Value;
+use support::agent::request;
+use support::manifest::{CONTAINER, Manifest, build_image};
+use support::metrics;
+use support::node::{connect, node, unprotected};
+use support::yaml::repository;
+
+fn nobypass(node: &Node, pod: &Pod, words: &[&str]) -> ExecOutput {
+    node.exec(pod, CONTAINER, &[&["nobypass"], words].concat()).unwrap()
+}
+
+/// The node's state; null while the agent starts.
+fn status(node: &Node, pod: &Pod) -> Value {
+    let said = nobypass(node, pod, &["status", "-o", "json"]);
+    if said.exit_code != 0 {
+        return Value::Null;
+    }
+    serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"))
+}
+
+fn until<T>(node: &Node, pod: &Pod, what: &str, poll: impl Fn(&Value) -> Option<T>) -> T {
+    let found = wait::until(what, wait::HANG, || {
+        assert_eq!(node.exit_code(pod, CONTAINER).unwrap(), None, "{}", log(node, pod));
+        poll(&status(node, pod))
+    });
+    found.unwrap_or_else(|error| panic!("{error}: {}\n{}", status(node, pod), log(node, pod)))
+}
+
+fn log(node: &Node, pod: &Pod) -> String {
+    node.logs(pod, CONTAINER).unwrap_or_default()
+}
+
+/// A pod's part of the status.
+fn of<'a>(status: &'a Value, pod: &Pod) -> Option<&'a Value> {
+    status["pods"].as_array()?.iter().find(|shown| shown["uid"] == pod.spec.uid.as_str())
+}
+
+#[test]
+fn two_builds_of_the_image_are_the_same_to_the_byte() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = build_image(&dir.path().join("1"));
+    // Linked anew, not copied.
+    let main = repository().join("agent/src/main.rs");
+    std::fs::File::options()
+        .append(true)
+        .open(main)
+        .unwrap()
+        .set_modified(std::time::SystemTime::now())
+        .unwrap();
+    assert!(first == build_image(&dir.path().join("2")), "two images differ");
+}
+
+#[test]
+fn it_does_the_demos_job_with_what_the_manifest_grants() {
+    let node = node();
+    let early = unprotected(&node, "early");
+    let manifest = Manifest::read(&node, "audit");
+    let agent = manifest.start(&node, &manifest.capabilities());
+
+    until(&node, &agent, "the pod", |status| {
+        of(status, &early).filter(|pod| pod["proxy_cgroup"] != 0).map(drop)
+    });
+    let shown = status(&node, &agent);
+    for hook in shown["hooks"].as_array().unwrap() {
+        assert_eq!(hook["effective"], true, "{hook}\n{}", log(&node, &agent));
+    }
+    assert_eq!(connect(&node, &early, "app").answer(), Some("plain"));
+    until(&node, &agent, "the bypass", |status| {
+        of(status, &early).filter(|pod| pod["verdict"] == "bypassing").map(drop)
+    });
+
+    // `helm upgrade --set mode=enforce`: nothing is restarted.
+    manifest.change_policy("mode: \"audit\"", "mode: \"enforce\"");
+    until(&node, &agent, "enforce", |status| (status["mode"] == "enforce").then_some(()));
+    assert_eq!(connect(&node, &early, "app").answer(), None);
+    until(&node, &agent, "the drop", |status| of(status, &early).filter(|pod| pod["dropped"] != 0).map(drop));
+
+    // The CNI half sees the node's files and keeps the mesh's entry in them.
+    assert_eq!(nobypass(&node, &agent, &["cni", "status"]).exit_code, 1, "nothing is protected yet");
+    node.write_conflist(true).unwrap();
+    let path = node.cni_net_dir().join("10-node.conflist");
+    wait::until("the protection", wait::HANG, || {
+        (nobypass(&node, &agent, &["cni", "status"]).exit_code == 0).then_some(())
+    })
+    .unwrap();
+    std::fs::write(&path, node.conflist(&[])).unwrap();
+    wait::until("the mesh's entry to be put back", wait::HANG, || {
+        std::fs::read_to_string(&path).unwrap().contains("linkerd-cni").then_some(())
+    })
+    .unwrap_or_else(|error| panic!("{error}: {}", log(&node, &agent)));
+    assert!(!log(&node, &agent).contains("panicked"));
+    node.remove_pod(&agent).unwrap();
+}
+
+#[test]
+fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
+    let node = node();
+    let manifest = Manifest::read(&node, "audit");
+    let all = manifest.capabilities();
+    for (capability, code, words) in
+        [("BPF", 77, "CAP_BPF"), ("NET_ADMIN", 77, "CAP_NET_ADMIN"), ("PERFMON", 77, "CAP_PERFMON")]
+    {
+        let rest: Vec<String> = all.iter().filter(|name| *name != capability).cloned().collect();
+        assert_eq!(rest.len() + 1, all.len(), "{capability} is not in the manifest");
+        let agent = manifest.start(&node, &rest);
+        let ended = wait::until("the agent's end", wait::HANG, || node.exit_code(&agent, CONTAINER).unwrap());
+        let log = log(&node, &agent);
+        assert_eq!(ended.unwrap(), code, "without {capability}: {log}");
+        assert!(log.lines().last().unwrap_or_default().contains(words), "without {capability}: {log}");
+        node.remove_pod(&agent).unwrap();
+    }
+    assert_eq!(all.len(), 3, "a capability of the manifest is not in this test: {all:?}");
+}
+
+/// Starts Prometheus in the node's network with the rules of deploy/prometheus, without their waiting times.
+fn prometheus(node: &Node) -> proc::Proc {
+    let dir = node.base_dir().join("prometheus");
+    std::fs::create_dir(&dir).unwrap();
+    let rules = std::fs::read_to_string(repository().join("deploy/prometheus/rules.yaml")).unwrap();
+    let at_once = rules.lines().filter(|line| !line.trim_start().starts_with("for: "));
+    std::fs::write(dir.join("rules.yaml"), at_once.map(|line| format!("{line}\n")).collect::<String>())
+        .unwrap();
+    // As the chart's PodMonitor has it: the metrics' own labels count, and the node's name is added.
+    let config = "global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [rules.yaml]\n\
+        scrape_configs:\n- job_name: nobypass\n  honor_labels: true\n  static_configs:\n\
+        \x20 - targets: ['127.0.0.1:9910']\n    labels: {node: n1, namespace: nobypass-system, pod: nobypass-x}\n";
+    std::fs::write(dir.join("prometheus.yml"), config).unwrap();
+    let mut command = node.command("prometheus").unwrap();
+    // Absolute: entering the node's mount namespace changes the working directory.
+    command.arg(format!("--config.file={}", dir.join("prometheus.yml").display()));
+    command.arg(format!("--storage.tsdb.path={}", dir.join("data").display()));
+    command.arg("--web.listen-address=127.0.0.1:9090");
+    command.stderr(std::fs::File::create(dir.join("log")).unwrap());
+    proc::spawn(command).unwrap()
+}
+
+/// The answer of an instant query.
+fn query(node: &Node, query: &str) -> Result<Value, String> {
+    let mut command = node.command("promtool").unwrap();
+    command.args(["query", "instant", "--format=json", "http://127.0.0.1:9090", query]);
+    let out = proc::output(command, "", wait::HANG).unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    if !out.status.success() {
+        return Err(text(&out.stderr));
+    }
+    serde_json::from_str(&text(&out.stdout)).map_err(|error| format!("{error}: {}", text(&out.stdout)))
+}
+
+fn expect_alert(node: &Node, name: &str, labels: &[(&str, &str)]) {
+    let mut matchers = format!("alertname=\"{name}\",alertstate=\"firing\"");
+    for (label, value) in labels {
+        matchers.push_str(&format!(",{label}=\"{value}\""));
+    }
+    let fired = wait::until(&format!("the alert {matchers}"), wait::HANG, || {
+        let found = query(node, &format!("ALERTS{{{matchers}}}")).ok()?;
+        (!found.as_array()?.is_empty()).then_some(())
+    });
+    fired.unwrap_or_else(|error| {
+        let log = std::fs::read_to_string(node.base_dir().join("prometheus/log")).unwrap();
+        panic!("{error}: {:?}\n{log}", query(node, "ALERTS"))
+    });
+}
+
+#[test]
+fn a_real_prometheus_scrapes_the_agent_fires_and_answers_every_query_of_alerts_and_dashboard() {
+    let node = node();
+    let early = unprotected(&node, "early");
+    let manifest = Manifest::read(&node, "audit");
+    let agent = manifest.start(&node, &manifest.capabilities());
+    until(&node, &agent, "the pod", |status| {
+        of(status, &early).filter(|pod| pod["proxy_cgroup"] != 0).map(drop)
+    });
+    let prometheus = prometheus(&node);
+    assert_eq!(connect(&node, &early, "app").answer(), Some("plain"));
+    let pod = [("namespace", "default"), ("pod", "early"), ("mesh", "linkerd"), ("node", "n1")];
+    expect_alert(&node, "NobypassPodBypassing", &pod);
+    expect_alert(&node, "NobypassNodeUnprotected", &[("node", "n1")]);
+
+    let absent = query(&node, "ALERTS{alertname=\"NobypassAgentAbsent\"}").unwrap();
+    assert_eq!(absent, serde_json::json!([]), "the agent is there");
+
+    let scrape = request(&manifest.socket(), "GET", "/metrics", "").unwrap().1;
+    let known = metrics::Known::of(&scrape);
+    let expressions = metrics::expressions();
+    assert!(expressions.len() > 40, "{}", expressions.len());
+    for (place, expression) in &expressions {
+        if let Err(error) = query(&node, expression) {
+            panic!("{place}: {expression}: {error}");
+        }
+    }
+    let mut missing: Vec<String> =
+        expressions.iter().flat_map(|(place, text)| known.lacks(place, text)).collect();
+    missing.sort();
+    missing.dedup();
+    assert_eq!(missing, [""; 0], "names that no agent exports");
+    drop(prometheus);
+}
