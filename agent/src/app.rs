@@ -339,13 +339,17 @@ impl Agent<'_> {
         let health = Arc::clone(&context.health);
         let Some(snapshots) = context.snapshots.get().cloned() else { return Ok(()) };
         let (tracker, handle) = detect::Tracker::new(Maps::open(&dir)?);
-        let (states, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
+        let (states_of_pods, Some(policy)) = (handle.states.clone(), context.policy.get().cloned()) else {
             return Ok(());
         };
         let findings = handle.findings.clone();
-        let _ = context.tracker.set(handle.clone());
-        let sources =
-            metrics::Sources { snapshots: snapshots.clone(), states, policy, health: Arc::clone(&health) };
+        let _ = context.tracker.set(handle);
+        let sources = metrics::Sources {
+            snapshots: snapshots.clone(),
+            states: states_of_pods.clone(),
+            policy,
+            health: Arc::clone(&health),
+        };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
         let mut probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
         probes.probing.findings = Some(findings);
@@ -376,8 +380,10 @@ impl Agent<'_> {
         if let Some(log) = log {
             tasks.spawn(follow_programs(log));
         }
-        let handle = (handle, remedy_metrics);
-        remedies::join(tasks, self, &dir, handle, (&gate, &permissions), snapshots.clone())?;
+        if let Some(probe) = context.probe.get().cloned() {
+            let (known, gate) = ((states_of_pods, probe), (&gate, &permissions));
+            remedies::join(tasks, self, known, remedy_metrics, gate, snapshots.clone());
+        }
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {
             tracker.run(pods, reports).await;

@@ -1,6 +1,6 @@
 //! Repair in place against a real container runtime: a pod that started before the mesh's plugin gets its rules by that
 //! plugin, called as the runtime would have called it.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests stop at the first surprise")]
+#![expect(clippy::unwrap_used, reason = "tests stop at the first surprise")]
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -163,11 +163,13 @@ async fn what_cannot_be_repaired_is_refused_with_the_reason() {
     assert!(matches!(&error, RepairError::Impossible(why) if why.contains("EOF")), "{error}");
     fs::write(&cached, &text).unwrap();
 
-    fs::remove_file(node.cni_bin_dir().join("linkerd-cni")).unwrap();
+    let (plugin, aside) = (node.cni_bin_dir().join("linkerd-cni"), node.cni_bin_dir().join("aside"));
+    fs::rename(&plugin, &aside).unwrap();
     let error = repairer.repair(&patient(&pod), LIMIT).await.unwrap_err();
     assert!(error.to_string().contains("linkerd-cni is not in"), "{error}");
     assert!(calls(&node, "ADD").is_empty(), "the plugin was never called");
 
+    fs::rename(&aside, &plugin).unwrap();
     node.remove_pod(&pod).unwrap();
     let error = repairer.repair(&patient(&pod), LIMIT).await.unwrap_err();
     assert!(matches!(error, RepairError::Gone), "{error}");

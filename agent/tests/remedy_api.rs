@@ -1,5 +1,5 @@
 //! Remedies against an API server: what is asked, in which order, and what is counted.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests stop at the first surprise")]
+#![expect(clippy::unwrap_used, reason = "tests stop at the first surprise")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -302,7 +302,7 @@ pub(super) async fn follow_started(
                 "meshed pods started while the CNI configuration had no mesh plugin"
             );
             names.extend(new);
-            due.get_or_insert(Instant::now() + COLLECT);
+            due.get_or_insert_with(|| Instant::now() + COLLECT);
         }
         let wait = async {
             match due {

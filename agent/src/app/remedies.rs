@@ -1,23 +1,20 @@
-//! Joins remedies: verdicts become subjects, and the kernel's word proves repairs.
+//! Joins remedies: verdicts become subjects, and the probe proves repairs.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nobypass_common::ids::Mode;
 use prometheus_client::registry::Registry;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::{Agent, Ended, gate, permissions};
-use crate::bpf::pins::PinDir;
-use crate::bpf::{BpfError, Maps};
 use crate::cluster::access::Permissions;
-use crate::detect::evidence::{Evidence, Family, Reason};
+use crate::detect::evidence::{Family, Reason};
 use crate::detect::state::{PodState, PodStates};
-use crate::detect::tracker::{Finding, Handle};
 use crate::detect::verdict::PodVerdict;
 use crate::policy::Snapshot;
-use crate::probe::Answer;
+use crate::probe::{self, Answer};
 use crate::remedy::kube::LABEL;
 use crate::remedy::metrics::Metrics;
 use crate::remedy::proof::{Later, Proof};
@@ -25,11 +22,6 @@ use crate::remedy::repair::Repairer;
 use crate::remedy::shell::{self, Hands, Inputs};
 use crate::remedy::subject::{Pod, Seen, Subject};
 use crate::sys::clock::monotonic_ns;
-
-/// So long a repair waits for a connection that shows how it went.
-const WATCH: Duration = Duration::from_secs(3);
-/// How often counters are read meanwhile.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// Metrics of remedies, in the registry.
 pub(super) fn metrics(registry: &mut Registry) -> Metrics {
@@ -42,26 +34,25 @@ pub(super) fn metrics(registry: &mut Registry) -> Metrics {
 pub(super) fn join(
     tasks: &mut JoinSet<Ended>,
     agent: &Agent<'_>,
-    dir: &PinDir,
-    (tracker, metrics): (Handle, Metrics),
+    (states, probe): (watch::Receiver<PodStates>, probe::Handle),
+    metrics: Metrics,
     (gate, permissions): (&gate::Parts, &Permissions),
     snapshots: watch::Receiver<Snapshot>,
-) -> Result<(), BpfError> {
+) {
     let desk = agent.desk.as_ref();
     let repairer = desk.map(|desk| Repairer { endpoint: agent.endpoint.clone(), config: desk.summary() });
-    let proof = KernelProof { maps: Maps::open(dir)?, findings: tracker.findings };
     let hands = Hands {
         client: agent.cluster.clone(),
         events: gate.events.clone(),
         repairer,
-        proof: Arc::new(proof),
+        proof: Arc::new(Probe(probe)),
         aftermath: None,
         metrics,
     };
     let (sender, subjects) = watch::channel(Arc::from(Vec::new()));
     let limits = permissions::remedies(tasks, permissions, agent.config.remedies.remedies());
     let inputs = Inputs { subjects, gate: gate.open.clone(), limits };
-    tasks.spawn(follow_states(tracker.states, agent.plan.runtime(), sender));
+    tasks.spawn(follow_states(states, agent.plan.runtime(), sender));
     tasks.spawn(async move {
         shell::run(hands, inputs).await;
         ("remedies", Ok(()))
@@ -69,7 +60,6 @@ pub(super) fn join(
     if let (Some(desk), Some(cni)) = (desk, &agent.cni_metrics) {
         tasks.spawn(gate::follow_started(desk.summary(), snapshots, gate.started(), cni.writes.clone()));
     }
-    Ok(())
 }
 
 /// `runtime`: there is a container runtime that will tell each pod's sandbox.
@@ -146,62 +136,17 @@ fn seen(state: &PodState, now: Instant, now_ns: u64) -> Seen {
     }
 }
 
-/// The kernel's word: how the pod's next connection goes.
+/// The pod's own network is asked, without a packet on any wire.
 #[derive(Debug)]
-pub(super) struct KernelProof {
-    /// The counters.
-    pub maps: Maps,
-    /// Where what was found is told.
-    pub findings: mpsc::Sender<Finding>,
-}
+struct Probe(probe::Handle);
 
-impl Proof for KernelProof {
-    fn prepare<'a>(&'a self, _pod: &'a Pod) -> Later<'a, ()> {
-        Box::pin(std::future::ready(()))
+impl Proof for Probe {
+    fn prepare<'a>(&'a self, pod: &'a Pod) -> Later<'a, ()> {
+        Box::pin(self.0.lift(pod.cgroup))
     }
 
     fn prove<'a>(&'a self, pod: &'a Pod) -> Later<'a, [Answer; 2]> {
-        Box::pin(async move {
-            let start = monotonic_ns();
-            let end = Instant::now() + WATCH;
-            let answers = loop {
-                let answers = self.since(pod.cgroup, start);
-                let known = answers.iter().any(|answer| !matches!(answer, Answer::Failed { .. }));
-                if known || Instant::now() >= end {
-                    break answers;
-                }
-                tokio::time::sleep(LOOK).await;
-            };
-            for (family, answer) in Family::ALL.into_iter().zip(answers) {
-                if matches!(answer, Answer::Redirected { .. }) {
-                    let evidence = Evidence::Probe { family, answer, at: monotonic_ns() };
-                    // The tracker also looks by itself.
-                    let _ = self.findings.try_send(Finding { uid: pod.uid, cgroup: pod.cgroup, evidence });
-                }
-            }
-            // A family without a connection says nothing, which another one that has one makes up for.
-            let seen = answers.iter().any(|answer| matches!(answer, Answer::Redirected { .. }));
-            answers.map(|answer| match answer {
-                Answer::Failed { .. } if seen => Answer::NoRoute,
-                other => other,
-            })
-        })
-    }
-}
-
-impl KernelProof {
-    fn since(&self, cgroup: u64, start: u64) -> [Answer; 2] {
-        let silent = Answer::Failed { reason: "no_connection_seen" };
-        let Some(counters) = self.maps.counters(cgroup) else { return [silent; 2] };
-        let mut answers = [silent; 2];
-        let times = counters.redirect_ns.into_iter().zip(counters.bypass_ns);
-        for (answer, (redirected, bypassed)) in answers.iter_mut().zip(times) {
-            if redirected > start && redirected > bypassed {
-                *answer = Answer::Redirected { port: 0 };
-            } else if bypassed > start {
-                *answer = Answer::NotRedirected { ifindex: 0 };
-            }
-        }
-        answers
+        // The tracker is told of the answer by who asks.
+        Box::pin(async { self.0.ask(pod.cgroup).await.answers })
     }
 }

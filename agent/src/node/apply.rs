@@ -155,7 +155,7 @@ impl Applier {
             Some(Ok(Event::Delete(_))) => *known = None,
             Some(Ok(Event::Init | Event::InitDone)) => {}
             Some(Err(error)) => {
-                tracing::debug!(%error, "the watch of the own Node object failed, trying again")
+                tracing::debug!(%error, "the watch of the own Node object failed, trying again");
             }
             // It has no end of its own.
             None => std::future::pending().await,

@@ -251,7 +251,7 @@ mod tests {
         let mut gate = Gate::new(SETTLE, Before::Closed, start);
         let pending = inputs(Part::Pending("the CNI half has not looked yet"));
         for (ms, input, open, reason, wake) in [
-            (0, pending.clone(), false, Reason::Starting, None),
+            (0, pending, false, Reason::Starting, None),
             (10, good(), false, Reason::Settling, Some(2010)),
             (2009, good(), false, Reason::Settling, Some(2010)),
             (2010, good(), true, Reason::Protected, None),

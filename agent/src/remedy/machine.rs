@@ -362,7 +362,7 @@ impl Machine {
         match outcome {
             Outcome::Repair(repaired) => self.repaired(&mut case, repaired, now),
             Outcome::Inspect(inspected) => self.inspected(&mut case, inspected, now),
-            Outcome::Evict(evicted) => self.evicted(&mut case, evicted, now),
+            Outcome::Evict(evicted) => self.evicted(&mut case, &evicted, now),
         }
         self.cases.insert(uid, case);
     }
@@ -468,7 +468,7 @@ impl Machine {
         case.phase = Phase::Evicting(workload);
     }
 
-    fn evicted(&mut self, case: &mut Case, evicted: Evicted, now: Instant) {
+    fn evicted(&mut self, case: &mut Case, evicted: &Evicted, now: Instant) {
         let pause = back_off(EVICT_RETRY, case.tries, MAX_RETRY);
         let (end, pause) = match evicted {
             Evicted::Done => {

@@ -184,11 +184,7 @@ mod tests {
                 let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.as_raw_nonzero()));
                 stat.map_or(true, |stat| stat.contains(") Z "))
             };
-            let end = Instant::now() + LONG;
-            while !gone() {
-                assert!(Instant::now() < end, "{rest}: the child lives on");
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            nobypass_testkit::wait::until("the child's end", LONG, || gone().then_some(())).unwrap();
         }
     }
 
