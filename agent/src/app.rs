@@ -352,7 +352,7 @@ impl Agent<'_> {
         };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
         let mut probes = self.probes(&mut kernel, &snapshots, &mut registry, context)?;
-        probes.probing.findings = Some(findings.clone());
+        probes.probing.findings = Some(findings);
 
         let (cgroups, cgroup_events) = channel(CGROUP_QUEUE);
         let (nudge, nudges) = mpsc::channel(QUEUE);
