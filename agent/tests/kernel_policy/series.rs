@@ -37,7 +37,7 @@ fn series_vanish_with_their_pod_and_no_counter_goes_backwards() {
 
     let during = agent.metrics();
     assert_eq!(during.sum("pod_bypass", &pod), 1);
-    assert_eq!(during.sum("pod_bypass", &[("reason", "not_redirected")]), 1);
+    assert_eq!(during.sum("pod_bypass", &[("family", "ipv4"), ("reason", "not_redirected")]), 1);
     assert_eq!(during.sum("pods", &[("mesh", "linkerd"), ("verdict", "bypassing")]), 1);
     let counted = [("namespace", "shop"), ("reason", "not_redirected"), ("action", "passed")];
     assert_eq!(during.sum("bypass_connections_total", &counted), 1);
