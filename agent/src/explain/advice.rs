@@ -69,7 +69,7 @@ fn for_family(explained: &Explanation, family: &str, verdict: &str, reason: &str
              it, or drop it with familyGap: drop"
         ),
         "preexisting" if bad => format!(
-            "{family}: connections from before the agent go on around the proxy: start the application anew, or let \
+            "{family}: connections from before the agent or the repair go on around the proxy: start the application anew, or let \
              enforce end them"
         ),
         "proxy_uid_impersonation" if bad => format!(
