@@ -100,7 +100,8 @@ fn a_pod_that_started_before_the_plugin_gets_well_without_a_restart() {
 
 /// A connection of the application that is there until it breaks or this is dropped.
 fn hold(pod: &Pod) -> Running {
-    let traffic = Traffic::new().netns(&pod.enter().unwrap()).uid(1000).option("interval-ms", 0);
+    let netns = pod.enter().unwrap();
+    let traffic = Traffic::new().netns(&netns).uid(1000).option("interval-ms", 0);
     let cgroup = pod.container_cgroup("app").unwrap();
     traffic.option("cgroup", cgroup.display()).spawn(&[&"hold", &EXT4, &EXT_PORT]).unwrap()
 }
@@ -133,7 +134,7 @@ fn a_policy_leads_from_the_bypass_to_the_end_of_its_last_connection() {
         (shown["v4"]["verdict"] == of).then_some(shown)
     };
     agent.until("the bypass", |agent| verdict(agent, "bypassing"));
-    agent.line(&["reason=preexisting", "pod=early", "repaired=false"]);
+    agent.line(&["reason=\"preexisting\"", "pod=early", "repaired=false"]);
     safe(&agent);
     assert!(conflist().contains("linkerd-cni"), "the agent has");
     assert_eq!(connect(&node, &pod, "app").saw(), "plain", "the plugin alone does not mend a running pod");
