@@ -35,9 +35,11 @@ fn leftovers(pid: u32, mark: &str) -> Vec<PathBuf> {
         let of_demo = read("environ").split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes());
         of_demo || String::from_utf8_lossy(&read("cgroup")).contains(&name)
     });
-    // With its words, for whoever has to find out whose it is.
+    // With its words, for whoever has to find out whose it is. One without any is dead, and waits for init to reap it: a
+    // child of the agent that was killed, say.
     let words = |process: &Path| std::fs::read_to_string(process.join("cmdline")).unwrap_or_default();
-    left.extend(marked.map(|process| process.join(words(&process).replace(['\0', '/'], " "))));
+    let living = marked.filter(|process| !words(process).is_empty());
+    left.extend(living.map(|process| process.join(words(&process).replace(['\0', '/'], " "))));
     left
 }
 
