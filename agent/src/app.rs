@@ -242,9 +242,10 @@ impl Agent<'_> {
         tasks.spawn(
             async move { ("server", serve(tcp, unix, serving).await.map_err(|error| error.to_string())) },
         );
-        let remedies = config.remedies.remedies();
+        let (told, policy) = watch::channel(loader.state().clone());
+        let _ = context.policy.set(policy.clone());
         let permissions =
-            permissions::spawn(&mut tasks, self.cluster.as_ref(), (&config.gate, &remedies), &health);
+            permissions::spawn(&mut tasks, self.cluster.as_ref(), &config.gate, policy.clone(), &health);
         let place = gate::Place {
             args: &config.gate,
             desk: self.desk.as_ref(),
@@ -260,8 +261,6 @@ impl Agent<'_> {
             () = &mut stop => return Ok(()),
         };
         health.done("pod-cgroups");
-        let (told, policy) = watch::channel(loader.state().clone());
-        let _ = context.policy.set(policy.clone());
         let parts = self.start(&parents, &context, policy).await?;
         let keys = kept_keys(loader.state());
         let (apply, changes) = mpsc::channel(1);
@@ -347,7 +346,7 @@ impl Agent<'_> {
         let sources = metrics::Sources {
             snapshots: snapshots.clone(),
             states: states_of_pods.clone(),
-            policy,
+            policy: policy.clone(),
             health: Arc::clone(&health),
         };
         let mut registry = metrics::registry(&dir, sources, self.cni_metrics.as_ref())?;
@@ -381,8 +380,9 @@ impl Agent<'_> {
             tasks.spawn(follow_programs(log));
         }
         if let Some(probe) = context.probe.get().cloned() {
-            let (known, gate) = ((states_of_pods, probe), (&gate, &permissions));
-            remedies::join(tasks, self, known, remedy_metrics, gate, snapshots.clone());
+            let limits = permissions::remedies(tasks, &permissions, policy);
+            let known = (states_of_pods, probe);
+            remedies::join(tasks, self, known, remedy_metrics, (&gate, limits), snapshots.clone());
         }
         let (pods, reports) = (snapshots.clone(), context.reports.subscribe());
         tasks.spawn(async move {

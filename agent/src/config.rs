@@ -164,7 +164,7 @@ pub struct Config {
     /// How often a meshed pod's network is asked whether its connections are redirected, in seconds; news ask at once
     #[arg(long = "probe-interval-s", env = "NOBYPASS_PROBE_INTERVAL_S", value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub probe_interval: u32,
-    /// How long connections past the proxy that are older than nobypass may go on where it enforces, in seconds
+    /// How long connections past the proxy that are older than nobypass or a repair may go on where it enforces, in seconds
     #[arg(long = "preexisting-grace-s", env = "NOBYPASS_PREEXISTING_GRACE_S", value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub preexisting_grace: u32,
     /// Address for /metrics, /livez and /readyz; `none` for the socket alone

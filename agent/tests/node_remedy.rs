@@ -16,11 +16,12 @@ mod support {
 use std::fs;
 use std::time::Instant;
 
-use nobypass_testkit::node::{Node, Pod};
+use nobypass_testkit::node::{EXT_PORT, EXT4, Node, Pod};
+use nobypass_testkit::traffic::{Running, Traffic};
 use nobypass_testkit::wait;
 use serde_json::{Value, json};
 use support::agent::{Agent, Metrics};
-use support::node::{connect, launch, node, unprotected};
+use support::node::{connect, launch, node, recognised, shown, unprotected};
 
 /// An agent that keeps `entry` in the node's config and repairs at once; evictions are only said.
 fn repairing(node: &Node, entry: &Value) -> Agent {
@@ -93,6 +94,70 @@ fn a_pod_that_started_before_the_plugin_gets_well_without_a_restart() {
     proxy_is_up(&node, &later);
     assert_eq!(connect(&node, &later, "app").saw(), "mesh");
     assert_eq!(agent.metrics().sum("pods_started_unprotected_total", &[]), 1, "only those from before");
+    assert!(agent.terminate().success());
+    node.stop().unwrap();
+}
+
+/// A connection of the application that is there until it breaks or this is dropped.
+fn hold(pod: &Pod) -> Running {
+    let netns = pod.enter().unwrap();
+    let traffic = Traffic::new().netns(&netns).uid(1000).option("interval-ms", 0);
+    let cgroup = pod.container_cgroup("app").unwrap();
+    traffic.option("cgroup", cgroup.display()).spawn(&[&"hold", &EXT4, &EXT_PORT]).unwrap()
+}
+
+/// Everything in its order, and by the policy file alone: seen, protected, repaired, and what was open before dealt with.
+#[test]
+fn a_policy_leads_from_the_bypass_to_the_end_of_its_last_connection() {
+    let node = node();
+    let conflist = || fs::read_to_string(node.cni_net_dir().join("10-node.conflist")).unwrap();
+    let pod = unprotected(&node, "early");
+    proxy_is_up(&node, &pod);
+    let mut old = hold(&pod);
+    assert_eq!(old.ready.answer(), Some("plain"));
+    assert!(!conflist().contains("linkerd-cni"), "nobody has written the plugin's entry");
+
+    let policy = node.base_dir().join("policy.yaml");
+    let say = |rest: &str| fs::write(&policy, format!("apiVersion: nobypass.dev/v1alpha1\n{rest}")).unwrap();
+    say("mode: audit\n");
+    let entry = node.base_dir().join("entry.json");
+    fs::write(&entry, node.mesh_entry().to_string()).unwrap();
+    let agent = launch(&node)
+        .args(["--cni-mode", "guard", "--settle-ms", "100", "--preexisting-grace-s", "1", "--cni-dir"])
+        .args([node.cni_net_dir().as_os_str(), "--cni-entry".as_ref(), entry.as_os_str()])
+        .args(["--policy".as_ref(), policy.as_os_str()])
+        .start()
+        .ready();
+    recognised(&agent, &pod);
+    let verdict = |agent: &Agent, of: &str| {
+        let shown = shown(agent, &pod).unwrap();
+        (shown["v4"]["verdict"] == of).then_some(shown)
+    };
+    agent.until("the bypass", |agent| verdict(agent, "bypassing"));
+    agent.line(&["reason=\"preexisting\"", "pod=early", "repaired=false"]);
+    safe(&agent);
+    assert!(conflist().contains("linkerd-cni"), "the agent has");
+    assert_eq!(connect(&node, &pod, "app").saw(), "plain", "the plugin alone does not mend a running pod");
+    assert_eq!(calls(&node, "ADD"), 0);
+
+    say("mode: audit\nremedies: {repair: on, graceSeconds: 0}\n");
+    agent.until("the proof", |agent| (repairs(&agent.metrics(), "success") == 1).then_some(()));
+    assert_eq!(connect(&node, &pod, "app").saw(), "mesh", "the next connection");
+    let redirected = hold(&pod);
+    assert_eq!(redirected.ready.answer(), Some("mesh"));
+    // The rules are there, and one connection goes around them: said, and left alone in audit.
+    let partial = agent.until("what is left", |agent| verdict(agent, "partial"));
+    assert_eq!(partial["v4"]["reason"], "preexisting", "{partial}");
+    let old_ones =
+        |agent: &Agent, action| agent.metrics().sum("preexisting_connections_total", &[("action", action)]);
+    assert_eq!((old_ones(&agent, "reported"), old_ones(&agent, "aborted")), (1, 0));
+
+    say("mode: enforce\nremedies: {repair: on, graceSeconds: 0}\n");
+    assert_eq!(old.report().unwrap().errno(), Some("ECONNABORTED"));
+    agent.until("a pod that is well", |agent| verdict(agent, "redirected"));
+    assert_eq!(old_ones(&agent, "aborted"), 1);
+    assert!(redirected.finish().unwrap().ok(), "the redirected one was not touched");
+    assert_eq!(connect(&node, &pod, "app").saw(), "mesh");
     assert!(agent.terminate().success());
     node.stop().unwrap();
 }

@@ -199,7 +199,6 @@ impl Running {
             events: Some(events),
             repairer: None,
             proof: Arc::new(Silent),
-            aftermath: None,
             metrics: metrics.clone(),
         };
         let inputs = Inputs { subjects: following, gate: open, limits: allowed };

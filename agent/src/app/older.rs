@@ -1,6 +1,7 @@
-//! Connections past the proxy that are older than the programs: listed once a pod, and aborted where it enforces.
+//! Connections past the proxy that are older than the programs, or than the rules that a repair brought: listed once a pod,
+//! and aborted where it enforces.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
@@ -16,18 +17,20 @@ const LINES: usize = 10;
 /// Between two looks at a pod that has some left, at least.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Pods that were there before the programs, by cgroup id, until nothing of that time is left.
+/// Pods that were there before the programs or were repaired, by cgroup id, until nothing of that time is left.
 #[derive(Debug)]
 pub(super) struct Older {
     pods: HashMap<u64, Old>,
     grace: Duration,
 }
 
-#[derive(Debug)]
-enum Old {
-    NotListed,
+#[derive(Debug, Default)]
+struct Old {
     /// Cookies of those that were found, and when.
-    Listed(BTreeSet<u64>, Instant),
+    listed: BTreeMap<u64, Instant>,
+    /// Nobody has looked since the programs or the rules came: what is found is older than they.
+    open: bool,
+    repaired: bool,
 }
 
 /// What a look came to.
@@ -40,11 +43,22 @@ pub(super) struct Looked {
 
 impl Older {
     pub(super) fn new(pods: &BTreeSet<u64>, grace: Duration) -> Self {
-        Self { pods: pods.iter().map(|cgroup| (*cgroup, Old::NotListed)).collect(), grace }
+        let old = |cgroup: &u64| (*cgroup, Old { open: true, ..Old::default() });
+        Self { pods: pods.iter().map(old).collect(), grace }
     }
 
     pub(super) fn retain(&mut self, keep: impl Fn(u64) -> bool) {
         self.pods.retain(|cgroup, _| keep(*cgroup));
+    }
+
+    /// The pod has new rules, or is about to get them.
+    pub(super) fn repaired(&mut self, cgroup: u64) {
+        let old = self.pods.entry(cgroup).or_default();
+        (old.open, old.repaired) = (true, true);
+    }
+
+    pub(super) fn is_repaired(&self, cgroup: u64) -> bool {
+        self.pods.get(&cgroup).is_some_and(|old| old.repaired)
     }
 
     /// All its connections are redirected: there is nothing to look for.
@@ -63,31 +77,29 @@ impl Older {
     ) -> Option<Looked> {
         let old = self.pods.get_mut(&view.cgroup)?;
         let now = Instant::now();
-        let due = |since: Instant| enforce && now.duration_since(since) >= self.grace;
-        let abort = match old {
-            Old::Listed(cookies, since) if due(*since) => cookies.clone(),
-            _ => BTreeSet::new(),
-        };
+        let due = |since: &Instant| enforce && now.duration_since(*since) >= self.grace;
+        let abort: BTreeSet<u64> =
+            old.listed.iter().filter(|(_, since)| due(since)).map(|(cookie, _)| *cookie).collect();
         let mut found = list(view, meshed, families, &abort, sockets).await?;
-        match old {
-            Old::NotListed => {
-                say(view, &found);
-                sockets.count_old("reported", found.len());
-                *old = Old::Listed(found.iter().map(|socket| socket.cookie).collect(), now);
-            }
-            Old::Listed(first, _) => {
-                let aborted = found.iter().filter(|socket| abort.contains(&socket.cookie)).count();
-                if aborted > 0 {
-                    tracing::warn!(
-                        namespace = %view.namespace, pod = %view.name, connections = aborted,
-                        "aborted connections past the proxy that were older than the programs"
-                    );
-                    sockets.count_old("aborted", aborted);
-                }
-                found.retain(|socket| first.contains(&socket.cookie) && !abort.contains(&socket.cookie));
-                *first = found.iter().map(|socket| socket.cookie).collect();
-            }
+        let aborted = found.iter().filter(|socket| abort.contains(&socket.cookie)).count();
+        if aborted > 0 {
+            tracing::warn!(
+                namespace = %view.namespace, pod = %view.name, connections = aborted, repaired = old.repaired,
+                "aborted connections past the proxy that were older than the programs or the redirection"
+            );
+            sockets.count_old("aborted", aborted);
         }
+        found.retain(|socket| !abort.contains(&socket.cookie));
+        if old.open {
+            old.open = false;
+            let fresh: Vec<&Socket> =
+                found.iter().filter(|socket| !old.listed.contains_key(&socket.cookie)).collect();
+            say(view, &fresh, old.repaired);
+            sockets.count_old("reported", fresh.len());
+            old.listed.extend(fresh.iter().map(|socket| (socket.cookie, now)));
+        }
+        found.retain(|socket| old.listed.contains_key(&socket.cookie));
+        old.listed.retain(|cookie, _| found.iter().any(|socket| socket.cookie == *cookie));
         let again = if found.is_empty() {
             self.pods.remove(&view.cgroup);
             None
@@ -128,11 +140,11 @@ async fn list(
     }
 }
 
-fn say(view: &PodView, found: &[Socket]) {
+fn say(view: &PodView, found: &[&Socket], repaired: bool) {
     for socket in found.iter().take(LINES) {
         tracing::warn!(
             namespace = %view.namespace, pod = %view.name, reason = "preexisting", dst = %socket.remote,
-            uid = socket.uid, "a connection past the proxy is older than the programs"
+            uid = socket.uid, repaired, "a connection past the proxy is older than the programs or the redirection"
         );
     }
 }

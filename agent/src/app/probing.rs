@@ -174,7 +174,11 @@ impl State {
             .iter()
             .any(|answer| matches!(answer, Answer::Failed { reason } if Failure::is_early(reason)));
         self.schedule.done(cgroup, early, Instant::now());
-        if self.probed.get(&cgroup).is_none_or(|before| before.answers != answers) {
+        let before = self.probed.get(&cgroup).copied();
+        if before.is_some_and(|before| mended(&before, &probed)) {
+            self.older.repaired(cgroup);
+        }
+        if before.is_none_or(|before| before.answers != answers) {
             tracing::info!(
                 namespace = %view.namespace, pod = %view.name, cgroup, ipv4 = ?answers[0], ipv6 = ?answers[1],
                 took_us = probed.took.as_micros(), "pod probed"
@@ -219,15 +223,16 @@ impl State {
 
     async fn lift(&mut self, cgroup: u64, done: oneshot::Sender<()>) {
         self.refused.remove(&cgroup);
+        self.older.repaired(cgroup);
         let lift = Refuse { cgroup, families: [false; 2], done: Some(done) };
         // As above.
         let _ = self.with.refusals.send(lift).await;
     }
 
-    /// Connections that began before there were programs to see it.
+    /// Connections that began before there were programs to see it, or rules to redirect them.
     async fn preexisting(&mut self, view: &PodView, probed: &Probed, meshed: Option<&Meshed>) {
         let Some(sockets) = &self.with.sockets else { return };
-        let families = not_redirected(view, probed);
+        let families = looked_at(view, probed, self.older.is_repaired(view.cgroup));
         if families == [false; 2] {
             // A pod that could not be asked is asked again.
             if !probed.answers.iter().any(|answer| matches!(answer, Answer::Failed { .. })) {
@@ -272,6 +277,23 @@ fn not_redirected(view: &PodView, probed: &Probed) -> [bool; 2] {
     let [v4, v6] = probed.answers.map(|answer| matches!(answer, Answer::NotRedirected { .. }));
     let [v4_due, v6_due] = view.families;
     [v4 && v4_due, v6 && v6_due]
+}
+
+/// Whether a family that was not redirected is now: whoever did that.
+fn mended(before: &Probed, now: &Probed) -> bool {
+    before.answers.iter().zip(&now.answers).any(|(before, now)| {
+        matches!((before, now), (Answer::NotRedirected { .. }, Answer::Redirected { .. }))
+    })
+}
+
+/// Families with connections that may go past the proxy. In those that are redirected they are told apart by their other
+/// end, so the proxy has to be known.
+fn looked_at(view: &PodView, probed: &Probed, repaired: bool) -> [bool; 2] {
+    let [v4_not, v6_not] = not_redirected(view, probed);
+    let tells = repaired && view.proxy_cgroup != 0;
+    let [v4, v6] = probed.answers.map(|answer| tells && matches!(answer, Answer::Redirected { .. }));
+    let [v4_due, v6_due] = view.families;
+    [v4_not || (v4 && v4_due), v6_not || (v6 && v6_due)]
 }
 
 /// Families whose connections are refused at once: the network says that they are not redirected, and one was seen

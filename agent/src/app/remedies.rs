@@ -8,8 +8,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::{Agent, Ended, gate, permissions};
-use crate::cluster::access::Permissions;
+use super::{Agent, Ended, gate};
 use crate::detect::evidence::{Family, Reason};
 use crate::detect::state::{PodState, PodStates};
 use crate::detect::verdict::PodVerdict;
@@ -17,6 +16,7 @@ use crate::policy::Snapshot;
 use crate::probe::{self, Answer};
 use crate::remedy::kube::LABEL;
 use crate::remedy::metrics::Metrics;
+use crate::remedy::policy::Remedies;
 use crate::remedy::proof::{Later, Proof};
 use crate::remedy::repair::Repairer;
 use crate::remedy::shell::{self, Hands, Inputs};
@@ -36,7 +36,7 @@ pub(super) fn join(
     agent: &Agent<'_>,
     (states, probe): (watch::Receiver<PodStates>, probe::Handle),
     metrics: Metrics,
-    (gate, permissions): (&gate::Parts, &Permissions),
+    (gate, limits): (&gate::Parts, watch::Receiver<Remedies>),
     snapshots: watch::Receiver<Snapshot>,
 ) {
     let desk = agent.desk.as_ref();
@@ -46,11 +46,9 @@ pub(super) fn join(
         events: gate.events.clone(),
         repairer,
         proof: Arc::new(Probe(probe)),
-        aftermath: None,
         metrics,
     };
     let (sender, subjects) = watch::channel(Arc::from(Vec::new()));
-    let limits = permissions::remedies(tasks, permissions, agent.config.remedies.remedies());
     let inputs = Inputs { subjects, gate: gate.open.clone(), limits };
     tasks.spawn(follow_states(states, agent.plan.runtime(), sender));
     tasks.spawn(async move {
@@ -142,6 +140,7 @@ struct Probe(probe::Handle);
 
 impl Proof for Probe {
     fn prepare<'a>(&'a self, pod: &'a Pod) -> Later<'a, ()> {
+        // From then on the probing task also looks for connections that are older than the new rules.
         Box::pin(self.0.lift(pod.cgroup))
     }
 

@@ -168,26 +168,35 @@ impl Permissions {
     pub async fn follow(
         self,
         client: Client,
-        wanted: Vec<Feature>,
+        mut wanted: watch::Receiver<BTreeSet<Feature>>,
         off: watch::Sender<BTreeSet<Feature>>,
         tell: impl Fn(Feature, Option<String>),
     ) {
-        let mut open: BTreeSet<Feature> = wanted.into_iter().collect();
-        while !open.is_empty() {
-            let mut pause = AGAIN;
-            for feature in open.clone() {
+        let mut granted = BTreeSet::new();
+        loop {
+            let features = wanted.borrow_and_update().clone();
+            let unwanted: Vec<Feature> = off.borrow().difference(&features).copied().collect();
+            for feature in unwanted {
+                off.send_if_modified(|off| off.remove(&feature));
+                self.metrics.remove(&Labels { feature: feature.label() });
+                tell(feature, None);
+            }
+            let mut pause = None;
+            for feature in features.difference(&granted).copied().collect::<Vec<_>>() {
                 let missing = match missing(&client, feature).await {
                     Ok(missing) => missing,
                     Err(error) => {
                         tracing::debug!(%error, feature = feature.label(), "cannot ask for permissions, trying again");
-                        pause = RETRY;
+                        pause = Some(RETRY);
                         continue;
                     }
                 };
                 let allowed = missing.is_empty();
                 self.metrics.get_or_create(&Labels { feature: feature.label() }).set(i64::from(allowed));
                 if allowed {
-                    open.remove(&feature);
+                    granted.insert(feature);
+                } else {
+                    pause = pause.or(Some(AGAIN));
                 }
                 let changed = off
                     .send_if_modified(|off| if allowed { off.remove(&feature) } else { off.insert(feature) });
@@ -199,7 +208,17 @@ impl Permissions {
                     tell(feature, sentence);
                 }
             }
-            tokio::time::sleep(pause).await;
+            let again = async {
+                match pause {
+                    Some(pause) => tokio::time::sleep(pause).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                changed = wanted.changed() => if changed.is_err() { break },
+                () = again => {}
+                () = off.closed() => return,
+            }
         }
         // What is off never changes any more; nobody must take that for an end.
         off.closed().await;

@@ -69,8 +69,8 @@ fn for_family(explained: &Explanation, family: &str, verdict: &str, reason: &str
              it, or drop it with familyGap: drop"
         ),
         "preexisting" if bad => format!(
-            "{family}: connections from before the agent go on around the proxy: start the application anew, or let \
-             enforce end them"
+            "{family}: connections from before the agent or the repair go on around the proxy: start the application \
+             anew, or let enforce end them"
         ),
         "proxy_uid_impersonation" if bad => format!(
             "{family}: a container other than the proxy runs with the proxy's UID, which the mesh's rules let out: give \

@@ -317,7 +317,12 @@ fn family_of(state: &PodState, family: Family, now: u64) -> FamilyExplained {
             .map(|(code, at)| (format!("the mesh's validator ended with exit code {code}"), at)),
         evidence.canary.map(|at| ("a connection to the validator's address left the pod".to_owned(), at)),
         evidence.preexisting.map(|(n, at)| {
-            (format!("{n} connections are older than the programs and go around the proxy"), at)
+            (
+                format!(
+                    "{n} connections are older than the programs or the redirection and go around the proxy"
+                ),
+                at,
+            )
         }),
     ];
     let mut signs: Vec<(String, u64)> = signs.into_iter().flatten().collect();

@@ -10,6 +10,7 @@ use super::file::{
 };
 use crate::config::{Config, InboundFlag, NonTcpFlag, UnknownFlag};
 use crate::pods::model::KeyValues;
+use crate::remedy::policy::Remedies;
 
 /// Where the node's mode comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -72,6 +73,8 @@ pub struct Effective {
     pub fail_open_namespaces: Vec<Box<str>>,
     /// The first that matches counts.
     pub namespaces: Vec<NamespaceRule>,
+    /// What is done about pods that bypass.
+    pub remedies: Remedies,
     /// So long may the agent be silent.
     pub max_agent_silence: Option<Span>,
     /// What the programs do then.
@@ -94,6 +97,7 @@ impl Effective {
             allow_pod_override,
             fail_open_namespaces,
             namespaces,
+            remedies,
             max_agent_silence,
             on_silence,
             profiles: _,
@@ -123,6 +127,7 @@ impl Effective {
             allow_pod_override: allow_pod_override.unwrap_or_default(),
             fail_open_namespaces: fail_open_namespaces.clone().unwrap_or_else(|| vec!["kube-system".into()]),
             namespaces: namespaces.clone(),
+            remedies: remedies.unwrap_or_default().over(&flags.remedies.remedies()),
             max_agent_silence: *max_agent_silence,
             on_silence: on_silence.unwrap_or_default(),
         }

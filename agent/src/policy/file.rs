@@ -10,6 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::mesh::Profile;
 use crate::pods::model::KeyValues;
+use crate::remedy::policy::Section;
 
 /// The whole file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
@@ -39,6 +40,8 @@ pub struct PolicyFile {
     pub fail_open_namespaces: Option<Vec<Box<str>>>,
     /// What holds for some namespaces: the first that matches counts.
     pub namespaces: Vec<NamespaceRule>,
+    /// What is done about pods that bypass.
+    pub remedies: Option<Section>,
     /// So long may the agent be silent before `onSilence` holds; without it, for ever.
     pub max_agent_silence: Option<Span>,
     /// What the programs do then.

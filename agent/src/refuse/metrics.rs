@@ -68,7 +68,7 @@ impl Metrics {
         );
         registry.register(
             "preexisting_connections",
-            "Connections past the proxy that were there before the programs, by what was done.",
+            "Connections past the proxy that were there before the programs or the redirection, by what was done.",
             self.preexisting.clone(),
         );
     }

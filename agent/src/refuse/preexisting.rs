@@ -1,6 +1,7 @@
 //! Which of a pod's connections go past its proxy although no program saw them begin. Pure.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 
 use super::diag::Socket;
@@ -19,7 +20,8 @@ pub struct Rules {
     pub exemptions: Exemptions,
 }
 
-/// The established connections that the application of a pod has begun past its proxy.
+/// The established connections that the application of a pod has begun past its proxy. One whose other end is a socket of
+/// the proxy is redirected: the application's socket keeps the destination that it asked for, NAT or not.
 ///
 /// `listening` are the ports on which the pod accepts connections; an accepted connection has one of them, also after its
 /// listener has gone most of the time, and one that was begun has a port of `ephemeral`.
@@ -34,6 +36,8 @@ pub fn past_the_proxy(
         Some(cgroup) if *proxy_cgroup != 0 => cgroup == *proxy_cgroup,
         _ => *proxy_uid == Some(socket.uid),
     };
+    let at_the_proxy: BTreeSet<SocketAddr> =
+        established.iter().filter(|socket| of_proxy(socket)).map(|socket| socket.remote).collect();
     let bypasses = |socket: &Socket| {
         let (local, remote) = (socket.local, socket.remote);
         let judged = if remote.is_ipv4() { *v4 } else { *v6 };
@@ -46,7 +50,7 @@ pub fn past_the_proxy(
                 !ports.iter().any(|range| range.contains(remote.port()))
                     && !cidrs.iter().any(|cidr| cidr.contains(&remote.ip()))
             });
-        judged && leaves && begun && !exempt && !of_proxy(socket)
+        judged && leaves && begun && !exempt && !of_proxy(socket) && !at_the_proxy.contains(&local)
     };
     established.into_iter().filter(bypasses).collect()
 }
@@ -94,6 +98,13 @@ mod tests {
             ("a family that is not judged", socket("[fd00::5]:50000", "[fd00::1]:80", 8, 1000)),
         ] {
             assert!(!keeps(other), "{name}");
+        }
+        // What the proxy accepted is the other end, whatever address it was accepted on; nobody else's is.
+        let app = socket("10.0.0.5:50000", "10.0.0.1:80", 8, 1000);
+        for accepted in ["127.0.0.1:4140", "10.0.0.1:80"] {
+            let of = |cgroup| vec![app.clone(), socket(accepted, "10.0.0.5:50000", cgroup, 2102)];
+            assert_eq!(past_the_proxy(of(9), &listening, &EPHEMERAL, &rules), []);
+            assert_eq!(past_the_proxy(of(8), &listening, &EPHEMERAL, &rules).first(), Some(&app));
         }
         // Kernels that do not tell the cgroup, and a proxy whose container is not known: its user has to do.
         let by_user = Rules { proxy_cgroup: 0, ..rules.clone() };

@@ -15,6 +15,7 @@ use super::diag::{DESTROY, LIST, Socket, State, destroy, list, socket};
 use super::metrics::Metrics;
 use super::preexisting::{Rules, past_the_proxy};
 use crate::cgroup::netns::Finder;
+use crate::probe::conntrack::forget;
 use crate::sys::netlink::{Netlink, SOCK_DIAG};
 use crate::sys::netns::enter;
 
@@ -192,10 +193,18 @@ impl Worker {
             })?;
         }
         let found = past_the_proxy(established, &listening, &range, rules);
-        for old in found.iter().filter(|old| abort.contains(&old.cookie)) {
+        let aborted = || found.iter().filter(|old| abort.contains(&old.cookie));
+        for old in aborted() {
             match netlink.request(DESTROY, &destroy(old.local, old.remote, old.device, old.cookie)) {
                 Err(error) if error.raw_os_error() != Some(libc::ENOENT) => return Err(error),
                 _ => {}
+            }
+        }
+        if aborted().next().is_some() {
+            // Or the next connection with the same ports would go their way.
+            let forgotten = self.inside(pod, || aborted().try_for_each(|old| forget(old.local, old.remote)));
+            if let Err(error) = forgotten.and_then(|done| done) {
+                tracing::debug!(%error, cgroup = pod.cgroup, "what is tracked of aborted connections stays a while");
             }
         }
         Ok(found)

@@ -1,4 +1,4 @@
-//! What the operator allows: the `remedies` section of the policy file.
+//! What the operator allows: flags, and the `remedies` section of the policy file.
 
 use std::time::Duration;
 
@@ -18,8 +18,8 @@ pub enum Step {
 }
 
 /// The steps and their limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Remedies {
     /// Events on pod and node.
     pub event: Step,
@@ -61,26 +61,6 @@ impl Default for Remedies {
 }
 
 impl Remedies {
-    /// What is wrong with the values, if anything.
-    ///
-    /// # Errors
-    /// A sentence that names the field.
-    pub fn check(&self) -> Result<(), String> {
-        for (name, value, least, most) in [
-            ("graceSeconds", self.grace_seconds, 0, 3600),
-            ("repairTimeoutSeconds", self.repair_timeout_seconds, 1, 300),
-            ("repairAttempts", self.repair_attempts, 1, 10),
-            ("repairsPerMinute", self.repairs_per_minute, 1, 6000),
-            ("evictionsPerMinute", self.evictions_per_minute, 1, 600),
-            ("evictionPauseSeconds", self.eviction_pause_seconds, 1, 3600),
-        ] {
-            if !(least..=most).contains(&value) {
-                return Err(format!("remedies.{name} is {value}; it must be {least} to {most}"));
-            }
-        }
-        Ok(())
-    }
-
     /// See [`Self::grace_seconds`].
     pub fn grace(&self) -> Duration {
         Duration::from_secs(self.grace_seconds.into())
@@ -97,28 +77,72 @@ impl Remedies {
     }
 }
 
+/// The section of the policy file: what it does not say holds as by flags. The file's schema has the bounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Section {
+    /// See [`Remedies::event`].
+    pub event: Option<Step>,
+    /// See [`Remedies::label`].
+    pub label: Option<Step>,
+    /// See [`Remedies::repair`].
+    pub repair: Option<Step>,
+    /// See [`Remedies::evict`].
+    pub evict: Option<Step>,
+    /// See [`Remedies::grace_seconds`].
+    pub grace_seconds: Option<u32>,
+    /// See [`Remedies::repair_timeout_seconds`].
+    pub repair_timeout_seconds: Option<u32>,
+    /// See [`Remedies::repair_attempts`].
+    pub repair_attempts: Option<u32>,
+    /// See [`Remedies::repairs_per_minute`].
+    pub repairs_per_minute: Option<u32>,
+    /// See [`Remedies::evictions_per_minute`].
+    pub evictions_per_minute: Option<u32>,
+    /// See [`Remedies::eviction_pause_seconds`].
+    pub eviction_pause_seconds: Option<u32>,
+}
+
+impl Section {
+    /// What holds, given the flags.
+    pub fn over(&self, flags: &Remedies) -> Remedies {
+        Remedies {
+            event: self.event.unwrap_or(flags.event),
+            label: self.label.unwrap_or(flags.label),
+            repair: self.repair.unwrap_or(flags.repair),
+            evict: self.evict.unwrap_or(flags.evict),
+            grace_seconds: self.grace_seconds.unwrap_or(flags.grace_seconds),
+            repair_timeout_seconds: self.repair_timeout_seconds.unwrap_or(flags.repair_timeout_seconds),
+            repair_attempts: self.repair_attempts.unwrap_or(flags.repair_attempts),
+            repairs_per_minute: self.repairs_per_minute.unwrap_or(flags.repairs_per_minute),
+            evictions_per_minute: self.evictions_per_minute.unwrap_or(flags.evictions_per_minute),
+            eviction_pause_seconds: self.eviction_pause_seconds.unwrap_or(flags.eviction_pause_seconds),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn by_default_only_events() {
-        let none: Remedies = serde_json::from_str("{}").unwrap();
-        assert_eq!(none, Remedies::default());
+        let none = Remedies::default();
         assert_eq!(
             (none.event, none.label, none.repair, none.evict),
             (Step::On, Step::Off, Step::Off, Step::Off)
         );
-        assert_eq!(none.check(), Ok(()));
     }
 
     #[test]
-    fn as_written_in_a_file() {
+    fn as_written_in_a_file_over_the_flags() {
+        let flags = Remedies { label: Step::On, evict: Step::On, grace_seconds: 7, ..Remedies::default() };
+        let none: Section = serde_json::from_str("{}").unwrap();
+        assert_eq!(none.over(&flags), flags);
         let text = r#"{"repair": "on", "evict": "dry-run", "graceSeconds": 0}"#;
-        let read: Remedies = serde_json::from_str(text).unwrap();
+        let read = serde_json::from_str::<Section>(text).unwrap().over(&flags);
         assert_eq!((read.repair, read.evict, read.grace()), (Step::On, Step::DryRun, Duration::ZERO));
-        assert!(serde_json::from_str::<Remedies>(r#"{"evicts": "on"}"#).is_err());
-        let wrong = Remedies { evictions_per_minute: 0, ..read };
-        assert_eq!(wrong.check().unwrap_err(), "remedies.evictionsPerMinute is 0; it must be 1 to 600");
+        assert_eq!((read.event, read.label), (Step::On, Step::On));
+        assert!(serde_json::from_str::<Section>(r#"{"evicts": "on"}"#).is_err());
     }
 }

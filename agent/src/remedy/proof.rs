@@ -18,12 +18,6 @@ pub trait Proof: Debug + Send + Sync {
     fn prove<'a>(&'a self, pod: &'a Pod) -> Later<'a, [Answer; 2]>;
 }
 
-/// Deals with what was open before a repair: those connections go on around the proxy.
-pub trait Aftermath: Debug + Send + Sync {
-    /// Ends the pod's connections that are older than the rules, and gives how many.
-    fn end_old<'a>(&'a self, pod: &'a Pod) -> Later<'a, usize>;
-}
-
 /// What the answers say of the families that the mesh redirects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Said {

@@ -13,7 +13,7 @@ use super::kube::{self as api, Labelled};
 use super::machine::{Action, Machine, Task};
 use super::metrics::{End, Kind, Metrics};
 use super::policy::Remedies;
-use super::proof::{Aftermath, Proof, Said, sum_up};
+use super::proof::{Proof, Said, sum_up};
 use super::repair::{Patient, RepairError, Repairer};
 use super::say;
 use super::subject::{Evicted, Inspected, Outcome, Pod, Repaired, Subject};
@@ -37,8 +37,6 @@ pub struct Hands {
     pub repairer: Option<Repairer>,
     /// Who says whether that helped.
     pub proof: Arc<dyn Proof>,
-    /// Who ends the connections from before.
-    pub aftermath: Option<Arc<dyn Aftermath>>,
     /// Counters.
     pub metrics: Metrics,
 }
@@ -178,14 +176,7 @@ async fn repair(hands: &Hands, pod: &Pod, limit: Duration) -> Repaired {
     // Also after a failure: what the plugin did before it failed is to be known.
     let said = prove(hands, pod).await;
     match (repaired, said) {
-        (Ok(()), Said::Redirected) => {
-            let took = start.elapsed();
-            if let Some(aftermath) = &hands.aftermath {
-                let ended = aftermath.end_old(pod).await;
-                tracing::info!(namespace = %pod.namespace, pod = %pod.name, ended, "connections from before the repair");
-            }
-            Repaired::Proven { took }
-        }
+        (Ok(()), Said::Redirected) => Repaired::Proven { took: start.elapsed() },
         (Ok(()), Said::NotRedirected(detail)) => Repaired::Unproven { detail },
         (Ok(()), Said::Unknown(detail)) => Repaired::Unconfirmed { detail },
         (Err(RepairError::Gone), _) => Repaired::Gone,

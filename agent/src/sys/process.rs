@@ -22,12 +22,18 @@ pub fn start_in_cgroup(command: &mut Command, cgroup: &Path) -> io::Result<()> {
 ///
 /// The parent is the thread that starts it: start it from one that lasts.
 pub fn bind_life(command: &mut Command, keep: OwnedFd) {
-    // SAFETY: between fork and exec only fcntl(2) and prctl(2), which take no lock.
+    let parent = rustix::process::getpid();
+    // SAFETY: between fork and exec only fcntl(2), prctl(2) and getppid(2), which take no lock.
     unsafe {
         command.pre_exec(move || {
             rustix::io::fcntl_setfd(keep.as_fd(), rustix::io::FdFlags::empty())?;
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-            Ok(())
+            // One that is dead by now sends no signal any more.
+            if rustix::process::getppid() == Some(parent) {
+                Ok(())
+            } else {
+                Err(io::ErrorKind::NotFound.into())
+            }
         })
     };
 }

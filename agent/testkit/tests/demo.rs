@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use nobypass_testkit::proc::{self, Proc};
@@ -30,11 +30,16 @@ fn leftovers(pid: u32, mark: &str) -> Vec<PathBuf> {
         .collect();
     let mark = format!("{MARK}={mark}");
     let processes = std::fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path());
-    left.extend(processes.filter(|process| {
+    let marked = processes.filter(|process| {
         let read = |file| std::fs::read(process.join(file)).unwrap_or_default();
         let of_demo = read("environ").split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes());
         of_demo || String::from_utf8_lossy(&read("cgroup")).contains(&name)
-    }));
+    });
+    // With its words, for whoever has to find out whose it is. One without any is dead, and waits for init to reap it: a
+    // child of the agent that was killed, say.
+    let words = |process: &Path| std::fs::read_to_string(process.join("cmdline")).unwrap_or_default();
+    let living = marked.filter(|process| !words(process).is_empty());
+    left.extend(living.map(|process| process.join(words(&process).replace(['\0', '/'], " "))));
     left
 }
 

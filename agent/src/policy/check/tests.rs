@@ -91,6 +91,9 @@ fn wrong_files_are_refused_with_the_place_and_what_is_right() {
         ("maxAgentSilence: soon", "\"soon\" is no time"),
         ("maxAgentSilence: 1d", "\"1d\" is no time"),
         ("maxAgentSilence: 5s", "line 2 column 18: maxAgentSilence: is shorter than the 30s"),
+        ("remedies: {evict: maybe}", "remedies.evict: \"maybe\" is not one of off, dry-run, on"),
+        ("remedies: {evictionsPerMinute: 0}", "remedies.evictionsPerMinute: 0 is not within 1 to 600"),
+        ("remedies: {evicts: on}", "remedies: \"evicts\" is not known; did you mean evict?"),
         ("profiles: [{containers: {}}]", "profiles[0]: name is missing"),
         ("profiles:\n- {name: x, containers: {proxy: [p]}, ports: {outbound: 1, inbound: 70000}}", "line 3"),
         (
@@ -121,12 +124,14 @@ fn schema_and_types_have_the_same_fields_and_values() {
         max_agent_silence: Some(Span(std::time::Duration::from_secs(90))),
         namespaces: vec![NamespaceRule::default()],
         events: Some(super::super::file::Events::default()),
+        remedies: Some(crate::remedy::policy::Section::default()),
         ..PolicyFile::default()
     })
     .unwrap();
     let schema = &PARSED["properties"];
     assert_eq!(keys(&full), keys(schema));
     assert_eq!(keys(&full["events"]), keys(&schema["events"]["properties"]));
+    assert_eq!(keys(&full["remedies"]), keys(&schema["remedies"]["properties"]));
     assert_eq!(keys(&full["namespaces"][0]), keys(&schema["namespaces"]["items"]["properties"]));
     assert_eq!(full["maxAgentSilence"], "90s");
     let values = |schema: &Value| -> Vec<String> {
@@ -143,6 +148,9 @@ fn schema_and_types_have_the_same_fields_and_values() {
         for value in values(&PARSED["$defs"][name]) {
             assert!(parse(&format!("{HEAD}{property}: \"{value}\"\n")).is_ok(), "{property}: {value}");
         }
+    }
+    for value in values(&PARSED["$defs"]["step"]) {
+        assert!(parse(&format!("{HEAD}remedies: {{evict: \"{value}\"}}\n")).is_ok(), "{value}");
     }
     for property in ["unknownPods", "allowPodOverride"] {
         for value in values(&schema[property]) {

@@ -2,6 +2,7 @@ use clap::Parser as _;
 
 use super::*;
 use crate::policy::check;
+use crate::remedy::policy::Step;
 
 fn flags(args: &[&str]) -> Config {
     #[derive(clap::Parser)]
@@ -33,6 +34,8 @@ fn where_the_file_says_nothing_the_flags_hold() {
         "off",
         "--event-rate",
         "99",
+        "--remedy-evict",
+        "dry-run",
     ]);
     let plain = Effective::new(&flags, &file(""), None);
     assert_eq!((plain.mode, plain.mode_source), (ModeName::Enforce, Source::Flag));
@@ -45,13 +48,15 @@ fn where_the_file_says_nothing_the_flags_hold() {
     };
     assert_eq!(plain.traffic, traffic);
     assert_eq!(plain.fail_open_namespaces, ["kube-system".into()]);
+    assert_eq!((plain.remedies.repair, plain.remedies.evict), (Step::Off, Step::DryRun));
 
     let text = "mode: audit\nunknownPods: pass\nholdMs: 5\nnonTcp: ignore\nquic: drop\nfamilyGap: drop\n\
-                inbound: enforce\nevents: {rate: 1}\nfailOpenNamespaces: []";
+                inbound: enforce\nevents: {rate: 1}\nfailOpenNamespaces: []\nremedies: {repair: on}";
     let told = Effective::new(&flags, &file(text), None);
     assert_eq!((told.mode, told.mode_source), (ModeName::Audit, Source::Policy));
     assert_eq!((told.unknown_pods, told.hold_ms, told.event_rate), (Unknown::Pass, 5, 1));
     assert_eq!((told.traffic.quic, told.traffic.inbound), (NonTcp::Drop, Inbound::Enforce));
+    assert_eq!((told.remedies.repair, told.remedies.evict), (Step::On, Step::DryRun));
     let hand = Effective::new(&flags, &file(text), Some(Mode::Off));
     assert_eq!((hand.mode, hand.mode_source), (ModeName::Off, Source::Hand));
     assert_eq!(hand.mode_without_hand, ModeName::Audit);
