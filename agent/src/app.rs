@@ -139,6 +139,12 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
     let endpoint = config.cri_endpoint.as_deref().map(endpoint::parse).transpose()?;
     let plan = pods::plan(config)?;
     gate::check(&config.gate, cni.is_some(), plan.node().is_some())?;
+    // It has no threads but this one, and what is wrong with flags is told before what is wrong with the machine.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| AppError::System { what: "start the runtime", source })?;
+    let cluster = runtime.block_on(pods::connect(&plan, config))?;
     let root = find(&RootOptions { path: config.cgroup_root.clone(), level: config.cgroup_root_level })?;
     tracing::info!(path = %root.path.display(), kind = ?root.kind, "cgroup2 found");
     // Before the kubelet is waited for: what is missing is to be known now.
@@ -150,16 +156,10 @@ pub fn run(config: &Config, cni: Option<cni::run::Settings>) -> Result<(), AppEr
         tracing::warn!(%error, "tracefs is not mounted and cannot be: new pods are known at their first packet; \
             mount it with: mount -t tracefs tracefs /sys/kernel/tracing");
     }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|source| AppError::System { what: "start the runtime", source })?;
     let cni_metrics = cni.is_some().then(cni::metrics::Metrics::default);
     let desk = cni.as_ref().map(|settings| settings.desk.clone());
-    runtime.block_on(async {
-        let cluster = pods::connect(&plan, config).await?;
-        Agent { config, endpoint, plan, cluster, root, level, cni_metrics, desk }.run(cni, loader).await
-    })
+    let agent = Agent { config, endpoint, plan, cluster, root, level, cni_metrics, desk };
+    runtime.block_on(agent.run(cni, loader))
 }
 
 struct Agent<'a> {

@@ -1,6 +1,6 @@
 //! Completions and man pages, as packagers make them.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "the helpers of a test may panic as the test may")]
+#![expect(clippy::unwrap_used, reason = "the helpers of a test may panic as the test may")]
 
 use std::fs;
 use std::process::{Command, Output};

@@ -321,7 +321,7 @@ fn the_helper_comes_and_goes_with_the_agent() {
     let pid = rustix::process::Pid::from_raw(first).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     let again = agent.until("another helper", |agent| {
-        (answers(agent, scene.id) == [not_redirected(), not_redirected()]).then(|| helpers())
+        (answers(agent, scene.id) == [not_redirected(), not_redirected()]).then(helpers)
     });
     assert_ne!(again, [first]);
     // Killed: the kernel ends the helper; asked to end: its cgroup goes too.

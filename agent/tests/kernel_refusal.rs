@@ -272,9 +272,9 @@ fn no_other_socket_is_touched() {
         wait::until(label, wait::HANG, || (result(&metrics, label) == count).then_some(())).unwrap();
     };
     // Another cookie, the other pod, another port, a pod that is not there.
-    abort(scene.id, &Target { cookie: socket.cookie + 1, ..target.clone() });
+    abort(scene.id, &Target { cookie: socket.cookie + 1, ..target });
     abort(other.id().unwrap(), &target);
-    abort(scene.id, &Target { local: (socket.local.ip(), 39_999).into(), ..target.clone() });
+    abort(scene.id, &Target { local: (socket.local.ip(), 39_999).into(), ..target });
     abort(u64::MAX, &target);
     until("gone", 3);
     until("failed", 1);

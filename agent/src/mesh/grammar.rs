@@ -279,9 +279,9 @@ impl fmt::Display for UserPorts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { uids: (first, last), ports } = self;
         if first == last {
-            write!(f, "{first} to ")?
+            write!(f, "{first} to ")?;
         } else {
-            write!(f, "{first}-{last} to ")?
+            write!(f, "{first}-{last} to ")?;
         }
         if ports.is_empty() {
             return f.write_str("any port");

@@ -200,7 +200,7 @@ mod tests {
     use super::super::gate::Reason;
     use super::*;
 
-    fn node(value: Value) -> Node {
+    fn node(value: &Value) -> Node {
         let mut base =
             json!({ "metadata": { "name": "n1", "resourceVersion": "7" }, "spec": {}, "status": {} });
         for (key, value) in value.as_object().unwrap() {
@@ -240,19 +240,19 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let fresh = "2026-01-02T03:00:00Z";
-        let none = ours(changes(&node(json!({})), &verdict(true), &outputs, now())).unwrap();
+        let none = ours(changes(&node(&json!({})), &verdict(true), &outputs, now())).unwrap();
         let expected = json!({
             "type": CONDITION, "status": "True", "reason": "Protected", "message": "why",
             "lastHeartbeatTime": "2026-01-02T03:04:05Z", "lastTransitionTime": "2026-01-02T03:04:05Z",
         });
         assert_eq!(none, expected);
-        let same = node(json!({ "status": condition_of("True", fresh) }));
+        let same = node(&json!({ "status": condition_of("True", fresh) }));
         assert_eq!(ours(changes(&same, &verdict(true), &outputs, now())), None);
         assert_eq!(next_heartbeat(&same, now()), Duration::from_secs(55));
-        let stale = node(json!({ "status": condition_of("True", "2026-01-02T02:59:05Z") }));
+        let stale = node(&json!({ "status": condition_of("True", "2026-01-02T02:59:05Z") }));
         let beat = ours(changes(&stale, &verdict(true), &outputs, now())).unwrap();
         assert_eq!(beat.get("lastTransitionTime"), None, "a heartbeat is no transition");
-        let future = node(json!({ "status": condition_of("True", "2026-01-03T00:00:00Z") }));
+        let future = node(&json!({ "status": condition_of("True", "2026-01-03T00:00:00Z") }));
         assert!(ours(changes(&future, &verdict(true), &outputs, now())).is_some(), "a clock that went back");
         let lost = ours(changes(&same, &verdict(false), &outputs, now())).unwrap();
         assert_eq!(
@@ -264,15 +264,16 @@ mod tests {
     #[test]
     fn the_label_is_removed_and_not_set_to_false() {
         let outputs = Outputs { label: true, ..Outputs::default() };
-        let with =
-            |value: &str| node(json!({ "metadata": { "name": "n1", "labels": { LABEL: value, "a": "b" } } }));
+        let with = |value: &str| {
+            node(&json!({ "metadata": { "name": "n1", "labels": { LABEL: value, "a": "b" } } }))
+        };
         let set = Change::Label(json!({ "metadata": { "labels": { LABEL: "ready" } } }));
         let unset = Change::Label(json!({ "metadata": { "labels": { LABEL: null } } }));
-        assert_eq!(changes(&node(json!({})), &verdict(true), &outputs, now()), std::slice::from_ref(&set));
+        assert_eq!(changes(&node(&json!({})), &verdict(true), &outputs, now()), std::slice::from_ref(&set));
         assert_eq!(changes(&with("ready"), &verdict(true), &outputs, now()), []);
         assert_eq!(changes(&with("other"), &verdict(true), &outputs, now()), [set]);
         assert_eq!(changes(&with("ready"), &verdict(false), &outputs, now()), [unset]);
-        assert_eq!(changes(&node(json!({})), &verdict(false), &outputs, now()), []);
+        assert_eq!(changes(&node(&json!({})), &verdict(false), &outputs, now()), []);
     }
 
     #[test]
@@ -284,7 +285,7 @@ mod tests {
             { "key": TAINT, "value": "x", "effect": "NoExecute" },
             { "key": "cni.istio.io/not-ready", "effect": "PreferNoSchedule" },
         ]);
-        let tainted = node(json!({ "spec": { "taints": list } }));
+        let tainted = node(&json!({ "spec": { "taints": list } }));
         let patch = Change::Taint(json!([
             { "op": "test", "path": "/spec/taints", "value": list },
             { "op": "replace", "path": "/spec/taints", "value": [foreign] },
@@ -294,7 +295,7 @@ mod tests {
         assert_eq!(changes(&tainted, &verdict(false), &outputs, now()), [], "remove-only");
         assert_eq!(changes(&tainted, &verdict(true), &taints(&["none"], None), now()), []);
         assert_eq!(changes(&tainted, &verdict(true), &taints(&[], None), now()), []);
-        assert_eq!(changes(&node(json!({})), &verdict(true), &outputs, now()), []);
+        assert_eq!(changes(&node(&json!({})), &verdict(true), &outputs, now()), []);
     }
 
     #[test]
@@ -305,17 +306,17 @@ mod tests {
             { "op": "test", "path": "/metadata/resourceVersion", "value": "7" },
             { "op": "add", "path": "/spec/taints", "value": [ours] },
         ]));
-        assert_eq!(changes(&node(json!({})), &verdict(false), &outputs, now()), [bare]);
+        assert_eq!(changes(&node(&json!({})), &verdict(false), &outputs, now()), [bare]);
         let list = json!([{ "key": "other", "effect": "NoSchedule" }]);
         let beside = Change::Taint(json!([
             { "op": "test", "path": "/spec/taints", "value": list },
             { "op": "add", "path": "/spec/taints/-", "value": ours },
         ]));
         assert_eq!(
-            changes(&node(json!({ "spec": { "taints": list } })), &verdict(false), &outputs, now()),
+            changes(&node(&json!({ "spec": { "taints": list } })), &verdict(false), &outputs, now()),
             [beside]
         );
-        let there = node(json!({ "spec": { "taints": [{ "key": TAINT, "effect": "NoExecute" }] } }));
+        let there = node(&json!({ "spec": { "taints": [{ "key": TAINT, "effect": "NoExecute" }] } }));
         assert_eq!(changes(&there, &verdict(false), &outputs, now()), [], "any effect will do");
     }
 
@@ -326,9 +327,9 @@ mod tests {
             let changes = changes(node, &verdict(open), &outputs, now());
             changes.iter().map(Change::output).collect::<Vec<_>>()
         };
-        let tainted = node(json!({ "spec": { "taints": [{ "key": TAINT, "effect": "NoSchedule" }] } }));
+        let tainted = node(&json!({ "spec": { "taints": [{ "key": TAINT, "effect": "NoSchedule" }] } }));
         assert_eq!(order(&tainted, true), [Output::Condition, Output::Label, Output::Taint]);
-        let open = node(json!({ "metadata": { "labels": { LABEL: "ready" } } }));
+        let open = node(&json!({ "metadata": { "labels": { LABEL: "ready" } } }));
         assert_eq!(order(&open, false), [Output::Taint, Output::Label, Output::Condition]);
     }
 }

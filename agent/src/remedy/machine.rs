@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub use super::action::{Action, Saying, Task};
 use super::budget::{Breaker, Bucket, Pauses, back_off, jitter};
 use super::metrics::{End, Kind, Metrics};
 use super::policy::{Remedies, Step};
@@ -27,55 +28,6 @@ const FORBIDDEN: Duration = Duration::from_secs(600);
 const SLACK: Duration = Duration::from_secs(2);
 /// A pod that was well for this long begins with new attempts.
 const FORGIVEN: Duration = Duration::from_secs(600);
-
-/// One thing to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// An Event on pod and node. It comes before what it speaks of.
-    Say(Saying),
-    /// Set the label on the pod.
-    Label,
-    /// Remove it.
-    Unlabel,
-    /// Run the mesh's plugin, and ask the probe; answered by [`Outcome::Repair`].
-    Repair,
-    /// Ask the API who would replace the pod; answered by [`Outcome::Inspect`].
-    Inspect,
-    /// Evict it; answered by [`Outcome::Evict`].
-    Evict,
-}
-
-/// What an Event says.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Saying {
-    /// It bypasses its proxy.
-    Detected { gate_open: bool },
-    /// It is about to be repaired.
-    Repairing,
-    /// It would be.
-    WouldRepair,
-    /// The repair failed, and why.
-    RepairFailed { detail: String, last: bool },
-    /// It is redirected again.
-    Repaired { took: Duration },
-    /// The plugin ran well, and nobody can say whether that helped.
-    Unconfirmed { detail: String },
-    /// It is about to be evicted.
-    Evicting { workload: Workload },
-    /// It would be.
-    WouldEvict { workload: Workload },
-    /// Nothing more can be done, and what people can do.
-    Helpless { why: &'static str },
-}
-
-/// What to do for one pod, in this order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Task {
-    /// The pod.
-    pub pod: Arc<Pod>,
-    /// The actions.
-    pub actions: Vec<Action>,
-}
 
 /// The step that comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

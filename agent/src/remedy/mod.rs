@@ -2,6 +2,7 @@
 //!
 //! [`machine`] decides from plain values, [`budget`] keeps it from storms; the rest carries out what they decide.
 
+pub mod action;
 pub mod budget;
 pub mod flags;
 pub mod kube;

@@ -60,9 +60,10 @@ impl Rig {
         keeper.rescan().unwrap();
         let (cgroups, events) = channel(16);
         let (updates, pods) = mpsc::channel(16);
+        let (_, refusals) = mpsc::channel(1);
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(keeper.run(events, pods)).unwrap();
+            runtime.block_on(keeper.run(events, pods, refusals)).unwrap();
         });
         let facts = meshed(&scene);
         let rig = Self { node, scene, facts, updates, snapshots, loader, told, home, _cgroups: cgroups };
