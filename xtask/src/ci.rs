@@ -49,8 +49,8 @@ fn step(name: &str, run: impl FnOnce() -> Result<Tally>) -> Tally {
     tally
 }
 
-/// On every kernel what shows that the programs work there. The whole agent there takes longer than all other steps
-/// together: `cargo xtask vm --level agent`, on demand.
+/// On every kernel what shows that the programs work there. The whole agent there is on demand:
+/// `cargo xtask vm --level agent`.
 fn other_kernels() -> Result<Tally> {
     vm::run(&[], Level::Object, &vm::CHOSEN.map(str::to_owned), true)
 }
