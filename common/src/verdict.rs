@@ -47,7 +47,10 @@ pub enum Pod<'a> {
     /// In the map.
     Known(&'a PodPolicy),
     /// Not in the map, and the program could not add it.
-    Missing,
+    Missing {
+        /// When it was first seen, ns of `CLOCK_MONOTONIC`; 0 if nothing could note it.
+        since_ns: u64,
+    },
     /// The socket belongs to no pod (a process in a parent's or QoS class's own cgroup).
     None,
 }
@@ -149,12 +152,12 @@ pub fn egress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fact
     let new = matches!(packet.transport.kind, Kind::Syn | Kind::TcpCut);
     let policy = match pod {
         Pod::None => return Judgement::pass(Verdict::NotJudged, false),
-        Pod::Missing => return Judgement::pass(Verdict::Unknown, new),
+        Pod::Missing { since_ns } => return unknown(packet, settings, since_ns, new, facts),
         Pod::Known(policy) => policy,
     };
     // 4: a pod that nobody has classified.
     if policy.kind == PodKind::Unknown.code() {
-        return unknown(packet, settings, policy, new, facts);
+        return unknown(packet, settings, policy.since_ns, new, facts);
     }
     // 5: nothing to judge.
     let mode = effective_mode(settings.mode, policy.mode);
@@ -196,7 +199,7 @@ pub fn egress<F: Facts>(packet: &Packet, settings: &Settings, pod: Pod<'_>, fact
 fn unknown<F: Facts>(
     packet: &Packet,
     settings: &Settings,
-    policy: &PodPolicy,
+    since_ns: u64,
     new: bool,
     facts: &mut F,
 ) -> Judgement {
@@ -207,7 +210,7 @@ fn unknown<F: Facts>(
     if packet.ifindex != LOOPBACK_IFINDEX
         && settings.unknown_policy == UnknownPolicy::Hold.code()
         && settings.mode != Mode::Off.code()
-        && facts.now_ns().saturating_sub(policy.since_ns) < settings.hold_ns
+        && facts.now_ns().saturating_sub(since_ns) < settings.hold_ns
         && !is_alone(settings, facts)
     {
         return Judgement {

@@ -65,7 +65,7 @@ pub fn pod_of(owner: &Owner) -> Pod<'_> {
     match owner.policy {
         Some(policy) => Pod::Known(policy),
         None if owner.id == 0 => Pod::None,
-        None => Pod::Missing,
+        None => Pod::Missing { since_ns: owner.since_ns },
     }
 }
 

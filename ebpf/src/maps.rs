@@ -2,7 +2,7 @@
 
 use aya_ebpf::btf_maps::SkStorage;
 use aya_ebpf::macros::{btf_map, map};
-use aya_ebpf::maps::{Array, HashMap, LpmTrie, PerCpuArray, PerCpuHashMap, RingBuf};
+use aya_ebpf::maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, PerCpuHashMap, RingBuf};
 use nobypass_common::abi::{
     CgroupRecord, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
     ProbeRecord, Refusal,
@@ -20,6 +20,11 @@ pub static HEARTBEAT: Array<u64> = Array::with_max_entries(1, 0);
 /// Who each pod is. Entries set by the loader.
 #[map]
 pub static POLICY: HashMap<u64, PodPolicy> = HashMap::with_max_entries(1024, 0);
+
+/// When pods that found no room in `POLICY` were first seen, ns of `CLOCK_MONOTONIC`: what their hold is counted from. It
+/// never fills up: where even more pods come, the one idle for longest is forgotten, and held once more. Not pinned.
+#[map]
+pub static OVERFLOW: LruHashMap<u64, u64> = LruHashMap::with_max_entries(4096, 0);
 
 /// What each pod did. Written by the programs only, apart from `POLICY` so that an update of one never loses one
 /// of the other. Entries set by the loader: a per-CPU map costs entries × CPUs.

@@ -4,7 +4,7 @@ use aya_ebpf::helpers::bpf_ktime_get_ns;
 use nobypass_common::abi::{Config, MAX_LEVELS, MAX_PARENTS, PodPolicy};
 use nobypass_common::ids::PodKind;
 
-use crate::maps::{CONFIG, HEARTBEAT, POLICY};
+use crate::maps::{CONFIG, HEARTBEAT, OVERFLOW, POLICY};
 
 /// Update flag: only if there is no entry (`BPF_NOEXIST`).
 const NO_EXIST: u64 = 1;
@@ -15,7 +15,12 @@ pub struct Owner {
     pub id: u64,
     /// Its entry in `POLICY`; `None` if there is none and none could be added.
     pub policy: Option<&'static PodPolicy>,
+    /// When a pod that found no room was first seen, ns of `CLOCK_MONOTONIC`; 0 for others.
+    pub since_ns: u64,
 }
+
+/// No pod at all.
+const NOBODY: Owner = Owner { id: 0, policy: None, since_ns: 0 };
 
 /// The node's settings, `None` before the agent has written them.
 #[inline(always)]
@@ -51,7 +56,7 @@ pub fn owner(config: &Config, mut ancestor: impl FnMut(u32) -> u64) -> Owner {
             && let Some(policy) = get(id)
             && policy.kind != PodKind::Qos.code()
         {
-            return Owner { id, policy: Some(policy) };
+            return Owner { id, policy: Some(policy), since_ns: 0 };
         }
         turn += 1;
     }
@@ -79,14 +84,29 @@ fn unlisted(config: &Config, mut ancestor: impl FnMut(u32) -> u64) -> Owner {
                 id = ancestor(level);
             }
             if id == 0 {
-                return Owner { id: 0, policy: None };
+                return NOBODY;
             }
             add(id, level, PodKind::Unknown);
-            return Owner { id, policy: get(id) };
+            let policy = get(id);
+            let since_ns = if policy.is_some() { 0 } else { without_room(id) };
+            return Owner { id, policy, since_ns };
         }
         turn += 1;
     }
-    Owner { id: 0, policy: None }
+    NOBODY
+}
+
+/// When a pod was first seen that has no entry and finds no room for one; 0 if that could not be noted.
+#[inline(always)]
+fn without_room(id: u64) -> u64 {
+    // SAFETY: one 8-byte word.
+    if let Some(since_ns) = unsafe { OVERFLOW.get(id) } {
+        return *since_ns;
+    }
+    // SAFETY: no memory is touched.
+    let now = unsafe { bpf_ktime_get_ns() };
+    // An attempt to insert what is there would drive another one out.
+    if OVERFLOW.insert(id, now, NO_EXIST).is_ok() { now } else { 0 }
 }
 
 /// Adds an entry unless there is one.

@@ -388,8 +388,10 @@ fn unknown_pods_pass_or_are_held_for_a_bounded_time() {
     assert_eq!(judge(&syn(1, LOCALHOST), &hold, &policy, &mut at(5_500)), passed, "lo is never held");
     let off = Settings { mode: Mode::Off.code(), ..hold };
     assert_eq!(judge(&out, &off, &policy, &mut at(5_500)), passed, "nothing is held while off");
-    let missing = egress(&out, &hold, Pod::Missing, &mut at(5_500));
-    assert_eq!(missing, passed, "without a birth time a hold could not end");
+    let missing = |since_ns| egress(&out, &hold, Pod::Missing { since_ns }, &mut at(5_500));
+    assert_eq!(missing(5_000), held, "a pod that finds no room is held as any other");
+    assert_eq!(missing(4_500), passed, "and let go as any other");
+    assert_eq!(missing(0), passed, "without a time a hold could not end");
     let none = egress(&out, &hold, Pod::None, &mut at(5_500));
     assert_eq!(none, Judgement::pass(Verdict::NotJudged, false));
 }
