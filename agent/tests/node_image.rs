@@ -13,6 +13,7 @@ mod support {
     pub mod manifest;
     pub mod metrics;
     pub mod node;
+    pub mod shape;
     pub mod yaml;
 }
 
@@ -23,6 +24,7 @@ use support::agent::request;
 use support::manifest::{CONTAINER, Manifest, build_image};
 use support::metrics;
 use support::node::{connect, node, unprotected};
+use support::shape;
 use support::yaml::repository;
 
 fn nobypass(node: &Node, pod: &Pod, words: &[&str]) -> ExecOutput {
@@ -109,6 +111,20 @@ fn it_does_the_demos_job_with_what_the_manifest_grants() {
     })
     .unwrap_or_else(|error| panic!("{error}: {}", log(&node, &agent)));
     assert!(!log(&node, &agent).contains("panicked"));
+
+    // What the commands print is what deploy/json.md says.
+    let mut differences = Vec::new();
+    for (command, words) in [
+        ("status", &["status"][..]),
+        ("explain NAMESPACE/POD", &["explain", "default/early"]),
+        ("probe NAMESPACE/POD", &["probe", "default/early"]),
+        ("cni status", &["cni", "status"]),
+    ] {
+        let said = nobypass(&node, &agent, &[words, &["-o", "json"]].concat());
+        let json = serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"));
+        differences.extend(shape::differences(command, &json));
+    }
+    assert_eq!(differences, [""; 0], "fields");
     node.remove_pod(&agent).unwrap();
 }
 
@@ -132,6 +148,23 @@ fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
         ("SYS_ADMIN", "denied"),
         ("SYS_PTRACE", "denied"),
     ];
+
+    // The rest, of which SYS_ADMIN includes two; and before programs are pinned, which take less to adopt.
+    let base: Vec<String> =
+        all.iter().filter(|name| probing.iter().all(|(of, _)| of != name)).cloned().collect();
+    for capability in ["BPF", "NET_ADMIN", "PERFMON"] {
+        let agent = manifest.start(&node, &but(&base, capability));
+        let ended = wait::until(&format!("the agent's end without {capability}"), wait::HANG, || {
+            node.exit_code(&agent, CONTAINER).unwrap()
+        });
+        let log = log(&node, &agent);
+        assert_eq!(ended.unwrap(), 77, "without {capability}: {log}");
+        let words = format!("CAP_{capability}");
+        assert!(log.lines().last().unwrap_or_default().contains(&words), "without {capability}: {log}");
+        node.remove_pod(&agent).unwrap();
+    }
+    assert_eq!(base.len(), 3, "a capability of the manifest is not in this test: {all:?}");
+
     let complete = [("", "not_redirected")];
     for (capability, says) in complete.iter().chain(&probing) {
         let set = if capability.is_empty() { all.clone() } else { but(&all, capability) };
@@ -147,20 +180,6 @@ fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
         assert_eq!(answer, Some(*says), "without {capability:?}: {said}\n{}", log(&node, &agent));
         node.remove_pod(&agent).unwrap();
     }
-
-    // The rest, of which SYS_ADMIN includes two.
-    let base: Vec<String> =
-        all.iter().filter(|name| probing.iter().all(|(of, _)| of != name)).cloned().collect();
-    for capability in ["BPF", "NET_ADMIN", "PERFMON"] {
-        let agent = manifest.start(&node, &but(&base, capability));
-        let ended = wait::until("the agent's end", wait::HANG, || node.exit_code(&agent, CONTAINER).unwrap());
-        let log = log(&node, &agent);
-        assert_eq!(ended.unwrap(), 77, "without {capability}: {log}");
-        let words = format!("CAP_{capability}");
-        assert!(log.lines().last().unwrap_or_default().contains(&words), "without {capability}: {log}");
-        node.remove_pod(&agent).unwrap();
-    }
-    assert_eq!(base.len(), 3, "a capability of the manifest is not in this test: {all:?}");
 }
 
 /// Starts Prometheus in the node's network with the rules of deploy/prometheus, without their waiting times.
