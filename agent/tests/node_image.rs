@@ -176,7 +176,7 @@ fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
         let said: Value =
             serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"));
         let ipv4 = &said["families"][0];
-        let answer = ipv4["reason"].as_str().or(ipv4["answer"].as_str());
+        let answer = ipv4["reason"].as_str().or_else(|| ipv4["answer"].as_str());
         assert_eq!(answer, Some(*says), "without {capability:?}: {said}\n{}", log(&node, &agent));
         node.remove_pod(&agent).unwrap();
     }

@@ -84,8 +84,8 @@ impl Known {
     }
 }
 
-fn of_target(label: &String) -> bool {
-    OF_TARGETS.contains(&label.as_str())
+fn of_target(label: &str) -> bool {
+    OF_TARGETS.contains(&label)
 }
 
 /// All expressions with where they are, without Grafana's variables.

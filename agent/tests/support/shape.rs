@@ -77,5 +77,16 @@ fn a_table_describes_an_output_or_does_not() {
     ] {
         assert_eq!(is(field, path, whole), same, "{field} {path} {whole}");
     }
-    assert!(table("probe NAMESPACE/POD").contains(&"families[].port?".to_owned()));
+    let odd = serde_json::json!({ "namespace": "a", "pods": "b", "families": [] });
+    assert_eq!(
+        differences("probe NAMESPACE/POD", &odd),
+        [
+            "pods is not described",
+            "there is no pod",
+            "there is no mesh",
+            "there is no cgroup",
+            "there is no took_us"
+        ]
+        .map(|text| format!("probe NAMESPACE/POD: {text}"))
+    );
 }
