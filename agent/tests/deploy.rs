@@ -11,6 +11,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
+use nobypass::cluster::access::{Feature, Permission};
 use serde_json::Value;
 use support::yaml::{documents, repository};
 
@@ -45,6 +46,88 @@ fn every_variable_of_the_chart_is_one_of_the_agents() {
     for name in names {
         assert!(help.contains(&format!("[env: {name}=")), "{name} is no variable of `nobypass agent`");
     }
+}
+
+/// Variables of the agent that the chart leaves alone.
+const NOT_VALUES: [&str; 15] = [
+    // policy.yaml says it, while agents run.
+    "NOBYPASS_EVENT_RATE",
+    "NOBYPASS_HOLD_MS",
+    "NOBYPASS_INBOUND",
+    "NOBYPASS_MODE",
+    "NOBYPASS_NON_TCP",
+    "NOBYPASS_PROFILES",
+    "NOBYPASS_QUIC",
+    "NOBYPASS_UNKNOWN_PODS",
+    // Given by the pod itself.
+    "NOBYPASS_BPF_DIR",
+    "NOBYPASS_KUBECONFIG",
+    "NOBYPASS_POD_PARENT",
+    "NOBYPASS_SOCKET",
+    // DEST_CNI_NET_DIR and DEST_CNI_BIN_DIR say it.
+    "NOBYPASS_CNI_BIN_DIR",
+    "NOBYPASS_CNI_DIR",
+    // The mesh's entry says which plugin it is.
+    "NOBYPASS_CNI_PLUGIN",
+];
+
+#[test]
+fn every_variable_of_the_agent_is_a_value_or_has_its_reason() {
+    let (help, text) = (help("agent"), templates());
+    let all: BTreeSet<&str> = help
+        .split("[env: ")
+        .skip(1)
+        .filter_map(|rest| rest.split(['=', ']']).next())
+        .filter(|name| name.starts_with("NOBYPASS_"))
+        .collect();
+    assert!(all.len() > 30, "{all:?}");
+    for name in &all {
+        let set = text.contains(&format!("- name: {name}\n"));
+        assert!(set != NOT_VALUES.contains(name), "{name}: a value or in NOT_VALUES, one of both");
+    }
+    for name in NOT_VALUES {
+        assert!(all.contains(name), "{name} is no variable of `nobypass agent`");
+    }
+}
+
+#[test]
+fn the_charts_permissions_are_those_that_the_agent_asks_for() {
+    // All rules, whatever switches them on.
+    let text = read("chart/templates/_rules.tpl");
+    let rules: String =
+        text.lines().filter(|line| !line.starts_with("{{")).map(|line| format!("{line}\n")).collect();
+    let rules = &documents(&rules)[0];
+    let mut granted = BTreeSet::new();
+    for (feature, role) in rules.as_object().unwrap() {
+        // The mesh's plugin uses the token for itself.
+        if feature == "plugin" {
+            continue;
+        }
+        for rule in role["rules"].as_array().unwrap() {
+            let words = |key: &str| {
+                let list = rule[key].as_array().unwrap();
+                list.iter().map(|word| word.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+            };
+            for group in words("apiGroups") {
+                for resource in words("resources") {
+                    granted.extend(words("verbs").iter().map(|verb| format!("{verb} {group}/{resource}")));
+                }
+            }
+        }
+    }
+    let mut asked: BTreeSet<String> = Feature::ALL
+        .iter()
+        .flat_map(|feature| feature.needs())
+        .map(|Permission(verb, group, resource, sub)| {
+            let slash = if sub.is_empty() { "" } else { "/" };
+            format!("{verb} {group}/{resource}{slash}{sub}")
+        })
+        .collect();
+    // Which pods there are is no feature.
+    for resource in ["pods", "namespaces"] {
+        asked.extend(["list", "watch"].map(|verb| format!("{verb} /{resource}")));
+    }
+    assert_eq!(granted, asked);
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod support {
     pub mod manifest;
     pub mod metrics;
     pub mod node;
+    pub mod shape;
     pub mod yaml;
 }
 
@@ -23,6 +24,7 @@ use support::agent::request;
 use support::manifest::{CONTAINER, Manifest, build_image};
 use support::metrics;
 use support::node::{connect, node, unprotected};
+use support::shape;
 use support::yaml::repository;
 
 fn nobypass(node: &Node, pod: &Pod, words: &[&str]) -> ExecOutput {
@@ -109,27 +111,75 @@ fn it_does_the_demos_job_with_what_the_manifest_grants() {
     })
     .unwrap_or_else(|error| panic!("{error}: {}", log(&node, &agent)));
     assert!(!log(&node, &agent).contains("panicked"));
+
+    // What the commands print is what deploy/json.md says.
+    let mut differences = Vec::new();
+    for (command, words) in [
+        ("status", &["status"][..]),
+        ("explain NAMESPACE/POD", &["explain", "default/early"]),
+        ("probe NAMESPACE/POD", &["probe", "default/early"]),
+        ("cni status", &["cni", "status"]),
+    ] {
+        let said = nobypass(&node, &agent, &[words, &["-o", "json"]].concat());
+        let json = serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"));
+        differences.extend(shape::differences(command, &json));
+    }
+    assert_eq!(differences, [""; 0], "fields");
     node.remove_pod(&agent).unwrap();
 }
 
 #[test]
 fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
     let node = node();
+    let early = unprotected(&node, "early");
     let manifest = Manifest::read(&node, "audit");
     let all = manifest.capabilities();
-    for (capability, code, words) in
-        [("BPF", 77, "CAP_BPF"), ("NET_ADMIN", 77, "CAP_NET_ADMIN"), ("PERFMON", 77, "CAP_PERFMON")]
-    {
-        let rest: Vec<String> = all.iter().filter(|name| *name != capability).cloned().collect();
-        assert_eq!(rest.len() + 1, all.len(), "{capability} is not in the manifest");
-        let agent = manifest.start(&node, &rest);
-        let ended = wait::until("the agent's end", wait::HANG, || node.exit_code(&agent, CONTAINER).unwrap());
+    let but = |set: &[String], capability: &str| -> Vec<String> {
+        let rest: Vec<String> = set.iter().filter(|name| *name != capability).cloned().collect();
+        assert_eq!(rest.len() + 1, set.len(), "{capability} is not in {set:?}");
+        rest
+    };
+
+    // What entering pods' networks takes.
+    let probing = [
+        ("DAC_READ_SEARCH", "denied"),
+        ("SETGID", "socket"),
+        ("SETUID", "socket"),
+        ("SYS_ADMIN", "denied"),
+        ("SYS_PTRACE", "denied"),
+    ];
+
+    // The rest, of which SYS_ADMIN includes two; and before programs are pinned, which take less to adopt.
+    let base: Vec<String> =
+        all.iter().filter(|name| probing.iter().all(|(of, _)| of != name)).cloned().collect();
+    for capability in ["BPF", "NET_ADMIN", "PERFMON"] {
+        let agent = manifest.start(&node, &but(&base, capability));
+        let ended = wait::until(&format!("the agent's end without {capability}"), wait::HANG, || {
+            node.exit_code(&agent, CONTAINER).unwrap()
+        });
         let log = log(&node, &agent);
-        assert_eq!(ended.unwrap(), code, "without {capability}: {log}");
-        assert!(log.lines().last().unwrap_or_default().contains(words), "without {capability}: {log}");
+        assert_eq!(ended.unwrap(), 77, "without {capability}: {log}");
+        let words = format!("CAP_{capability}");
+        assert!(log.lines().last().unwrap_or_default().contains(&words), "without {capability}: {log}");
         node.remove_pod(&agent).unwrap();
     }
-    assert_eq!(all.len(), 3, "a capability of the manifest is not in this test: {all:?}");
+    assert_eq!(base.len(), 3, "a capability of the manifest is not in this test: {all:?}");
+
+    let complete = [("", "not_redirected")];
+    for (capability, says) in complete.iter().chain(&probing) {
+        let set = if capability.is_empty() { all.clone() } else { but(&all, capability) };
+        let agent = manifest.start(&node, &set);
+        until(&node, &agent, "the pod", |status| {
+            of(status, &early).filter(|pod| pod["proxy_cgroup"] != 0).map(drop)
+        });
+        let said = nobypass(&node, &agent, &["probe", "default/early", "-o", "json"]);
+        let said: Value =
+            serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"));
+        let ipv4 = &said["families"][0];
+        let answer = ipv4["reason"].as_str().or_else(|| ipv4["answer"].as_str());
+        assert_eq!(answer, Some(*says), "without {capability:?}: {said}\n{}", log(&node, &agent));
+        node.remove_pod(&agent).unwrap();
+    }
 }
 
 /// Starts Prometheus in the node's network with the rules of deploy/prometheus, without their waiting times.

@@ -21,7 +21,7 @@ const MODES: [&str; 2] = ["audit", "enforce"];
 /// Kubernetes versions against which everything is checked: the oldest supported one to the newest.
 const KUBERNETES: [&str; 3] = ["1.33", "1.35", "1.37"];
 /// Sets of values, each of which is rendered and checked: what a template does only then is seen too.
-const VARIANTS: [(&str, &[&str]); 12] = [
+const VARIANTS: [(&str, &[&str]); 13] = [
     (
         "everything",
         &[
@@ -35,8 +35,28 @@ const VARIANTS: [(&str, &[&str]); 12] = [
         ],
     ),
     (
+        "gate and remedies",
+        &[
+            "gate.condition=true",
+            "gate.label=true",
+            "gate.startupTaints={nobypass.dev/not-ready}",
+            "gate.retaint=NoExecute",
+            "gate.pods={istio-system/app=ztunnel}",
+            "remedies.label=on",
+            "remedies.repair=on",
+            "remedies.evict=on",
+        ],
+    ),
+    (
         "nothing",
-        &["cni.mode=off", "mode=off", "metrics.annotations=false", "tolerations=null", "agent.pods=cri"],
+        &[
+            "cni.mode=off",
+            "mode=off",
+            "metrics.annotations=false",
+            "tolerations=null",
+            "agent.pods=cri",
+            "probe.enabled=false",
+        ],
     ),
     (
         "install",

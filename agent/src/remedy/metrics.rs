@@ -136,7 +136,9 @@ impl Default for Metrics {
             paused: Gauge::default(),
         };
         for kind in Kind::ALL {
-            for end in [End::Success, End::Failed] {
+            for end in
+                [End::Success, End::Failed, End::Timeout, End::Unproven, End::Impossible, End::Forbidden]
+            {
                 drop(metrics.actions.get_or_create(&Labels { action: kind.label(), result: end.label() }));
             }
         }

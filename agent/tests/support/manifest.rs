@@ -166,8 +166,8 @@ impl Manifest {
         let volumes = array(&self.pod["volumes"]);
         let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
         let host_path = match volume["hostPath"]["path"].as_str() {
+            Some("/run/nobypass") => self.run.display().to_string(),
             Some(path) => path.to_owned(),
-            None if volume["emptyDir"].is_object() => self.run.display().to_string(),
             None => {
                 assert_eq!(volume["configMap"]["name"], "nobypass-policy", "{volume}");
                 self.policy.display().to_string()

@@ -20,3 +20,12 @@ app.kubernetes.io/component: agent
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 {{- end -}}
+
+{{/* What the features that are switched on need of the kernel, as a list. */}}
+{{- define "nobypass.capabilities" -}}
+{{- $all := .Values.capabilities.base -}}
+{{- $repair := ne .Values.remedies.repair "off" -}}
+{{- if or .Values.probe.enabled $repair -}}{{- $all = concat $all .Values.capabilities.probe -}}{{- end -}}
+{{- if $repair -}}{{- $all = concat $all .Values.capabilities.repair -}}{{- end -}}
+{{- $all | uniq | toYaml -}}
+{{- end -}}
