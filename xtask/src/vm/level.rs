@@ -35,7 +35,7 @@ const OBJECT: [&str; 2] = ["kernel_golden", "kernel_matrix"];
 
 /// Parts of the names of tests of the level `object` that run on every kernel in CI: each program and helper, with and
 /// without redirection, held and refused. All of them take four times as long and differ by what happens above the kernel.
-pub const CHOSEN: [&str; 11] = [
+pub const CHOSEN: [&str; 10] = [
     "a_raw_socket",
     "nothing_is_dropped",
     "pods_that",
@@ -45,7 +45,6 @@ pub const CHOSEN: [&str; 11] = [
     "a_pod_without_an_entry",
     "a_held_connection_goes_out_by_itself",
     "a_retransmit",
-    "without_rules",
     "with_linkerds_rules",
 ];
 
