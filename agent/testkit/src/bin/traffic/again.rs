@@ -20,6 +20,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     };
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
     let mut took = Vec::with_capacity(total);
+    let cpu = sys::cpu_time();
     for _ in 0..total {
         let start = Instant::now();
         let end = match connect(target, o.flag("nonblock"), limit) {
@@ -29,6 +30,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
         took.push(start.elapsed().as_micros());
         *ends.entry(end).or_default() += 1;
     }
+    let cpu = sys::cpu_time().saturating_sub(cpu);
     let first = took.first().copied().unwrap_or(0);
     took.sort_unstable();
     let at = |part: usize| {
@@ -40,6 +42,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
         .raw("p50_us", at(50))
         .raw("p99_us", at(99))
         .raw("max_us", at(100))
+        .raw("cpu_us", cpu.as_micros())
         .end())
 }
 
