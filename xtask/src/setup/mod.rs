@@ -90,7 +90,7 @@ fn is_optional(row: &Row) -> bool {
 /// Environment for the tests: where the programs are that were built for them.
 pub fn test_assets() -> Vec<(&'static str, PathBuf)> {
     let asset = |program: &'static go::GoProgram| Some((program.variable?, program.find().ok()?));
-    [&go::ETCD, &go::KUBE_APISERVER].into_iter().filter_map(asset).collect()
+    [&go::ETCD, &go::KUBE_APISERVER, &go::HELM].into_iter().filter_map(asset).collect()
 }
 
 /// What an installation step said when it failed.

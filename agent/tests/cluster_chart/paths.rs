@@ -1,0 +1,1 @@
+//! Where the agent looks on the nodes of each platform.
