@@ -17,10 +17,17 @@ struct Bench {
     ruled_out: fn() -> Option<String>,
 }
 
-const BENCHES: [Bench; 4] = [
+const BENCHES: [Bench; 5] = [
     Bench {
         name: "kernel-cost",
         about: "ns a packet that the eBPF programs cost over one that does nothing; needs root",
+        features: "kernel-tests",
+        needs: &[BUILD, KERNEL],
+        ruled_out: machine::cannot_run_kernel_tests,
+    },
+    Bench {
+        name: "enforce-latency",
+        about: "how long a refused connect() and a question to a pod take, beside what is promised; needs root",
         features: "kernel-tests",
         needs: &[BUILD, KERNEL],
         ruled_out: machine::cannot_run_kernel_tests,
@@ -55,7 +62,7 @@ pub fn names() -> [&'static str; BENCHES.len()] {
 
 /// `name  about` of each, for `--help`.
 pub fn help() -> String {
-    let lines = BENCHES.iter().map(|bench| format!("\n  {:<12} {}", bench.name, bench.about));
+    let lines = BENCHES.iter().map(|bench| format!("\n  {:<15} {}", bench.name, bench.about));
     format!("Benchmarks:{}", lines.collect::<String>())
 }
 

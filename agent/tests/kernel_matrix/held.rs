@@ -143,7 +143,8 @@ fn a_held_syn_is_repeated_soon_and_others_as_ever() {
         (report.count("rto_us"), report.count("retries"))
     };
     // Nobody is there: an answer would give the socket another time-out.
-    let (nobody4, nobody6) = (Ipv4Addr::new(10, 66, 250, 250), Ipv6Addr::new(0xfd66, 0, 0, 0, 0, 0, 0, 0xfafa));
+    let (nobody4, nobody6) =
+        (Ipv4Addr::new(10, 66, 250, 250), Ipv6Addr::new(0xfd66, 0, 0, 0, 0, 0, 0, 0xfafa));
     let everywhere = [(IpAddr::from(nobody4), false), (nobody6.into(), false), (nobody4.into(), true)];
     for (to, mapped) in everywhere {
         assert_eq!(ask(&held, to, mapped, None), (100_000, 10), "{to}, mapped: {mapped}");

@@ -50,7 +50,12 @@ fn direct(source: Source, inbound: Option<&str>, mode: &str) -> Expected {
     }
 }
 
-fn connect(scene: &Scene, source: Source, other: &PodNet, command: &str) -> nobypass_testkit::traffic::Report {
+fn connect(
+    scene: &Scene,
+    source: Source,
+    other: &PodNet,
+    command: &str,
+) -> nobypass_testkit::traffic::Report {
     let from = match source {
         Source::Node => scene.world.far(),
         Source::Pod => &other.ns,

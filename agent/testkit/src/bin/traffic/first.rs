@@ -74,7 +74,8 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     let counts = plan.carry_out(count, parallel).map_err(|error| format!("first-packet: {error}"))?;
     drop(plan);
     let took = established(times).map_err(|error| format!("first-packet: {error}"))?;
-    let at = |part: usize| took.get((took.len() * part / 100).min(took.len().saturating_sub(1))).unwrap_or(&0);
+    let at =
+        |part: usize| took.get((took.len() * part / 100).min(took.len().saturating_sub(1))).unwrap_or(&0);
     Ok(Line::new("first-packet")
         .raw("tried", counts.tried)
         .raw("established", counts.established)
