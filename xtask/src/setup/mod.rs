@@ -98,7 +98,7 @@ fn is_optional(row: &Row) -> bool {
 pub fn test_assets() -> Vec<(&'static str, PathBuf)> {
     let asset = |program: &'static go::GoProgram| Some((program.variable?, program.find().ok()?));
     let kept = |package: &'static debian::DebianPackage| Some((package.variable, package.find().ok()?));
-    let programs = [&go::ETCD, &go::KUBE_APISERVER].into_iter().filter_map(asset);
+    let programs = [&go::ETCD, &go::KUBE_APISERVER, &go::HELM].into_iter().filter_map(asset);
     programs.chain([&debian::CONTAINERD_1_7, &debian::CONTAINERD_2].into_iter().filter_map(kept)).collect()
 }
 

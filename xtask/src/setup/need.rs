@@ -226,8 +226,8 @@ pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins, Need
 pub const RUNTIMES: &[Need] = &[Need::Containerd17, Need::Containerd2];
 /// What checks `deploy/`.
 pub const DEPLOY: &[Need] = &[Need::Helm, Need::KubernetesValidate, Need::Prometheus];
-/// Beside [`BUILD`]: a real API server.
-pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
+/// Beside [`BUILD`]: a real API server, and what renders the chart for it.
+pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver, Need::Helm];
 
 /// Beside [`BUILD`] and [`KERNEL`]: other kernels.
 pub const VM: &[Need] = &[Need::Qemu];
