@@ -335,7 +335,8 @@ impl Parts {
 }
 
 fn count(started: &mut Started, snapshot: &Snapshot) -> Vec<String> {
-    let meshed = snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && !pod.unsupported);
+    let meshed =
+        snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && pod.unsupported.is_none());
     let pods: Vec<(String, String, i64)> = meshed
         .filter_map(|pod| {
             let created = pod.facts.as_ref()?.sandbox.as_ref()?.created_at;
