@@ -342,7 +342,8 @@ impl Parts {
 fn count(started: &mut Started, snapshot: &Snapshot, subjects: &[Subject]) -> Vec<String> {
     let bypassing = subjects.iter().filter(|subject| matches!(subject.seen, subject::Seen::Bypassing { .. }));
     let bypassing: HashSet<PodUid> = bypassing.map(|subject| subject.pod.uid).collect();
-    let meshed = snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && !pod.unsupported);
+    let meshed =
+        snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && pod.unsupported.is_none());
     let pods: Vec<(String, String, i64, bool)> = meshed
         .filter_map(|pod| {
             let created = pod.facts.as_ref()?.sandbox.as_ref()?.created_at;

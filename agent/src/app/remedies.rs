@@ -109,7 +109,7 @@ fn subject(state: &PodState, runtime: bool, (now, now_ns): (Instant, u64)) -> Su
 /// Rules that are missing are what remedies mend. What goes around rules that are there, they do not.
 fn seen(state: &PodState, now: Instant, now_ns: u64) -> Seen {
     let host_network = state.pod.facts.as_ref().and_then(|facts| facts.host_network()) == Some(true);
-    if state.pod.unsupported || host_network {
+    if state.pod.unsupported.is_some() || host_network {
         return Seen::Unsupported;
     }
     let last = Family::ALL.into_iter().filter_map(|family| {
