@@ -34,6 +34,8 @@ pub enum AttachType {
     Ingress = 0,
     /// `BPF_CGROUP_INET_EGRESS`.
     Egress = 1,
+    /// `BPF_CGROUP_SOCK_OPS`.
+    SockOps = 3,
     /// `BPF_CGROUP_INET4_CONNECT`.
     Connect4 = 10,
     /// `BPF_CGROUP_INET6_CONNECT`.
