@@ -184,8 +184,9 @@ pub fn read(maps: &Maps, hooks: Vec<HookStatus>, known: Option<&Known>) -> Resul
 /// [`BpfError::NoPins`], [`BpfError::Map`].
 pub fn from_pins(dir: &PinDir) -> Result<Status, BpfError> {
     let maps = Maps::open(dir)?;
-    let hooks =
-        dir.attached().into_iter().map(|(hook, effective)| hook_status(hook, effective, "")).collect();
+    let config = maps.config()?;
+    let wanted = dir.attached().into_iter().filter(|(hook, _)| hook.is_wanted(&config));
+    let hooks = wanted.map(|(hook, effective)| hook_status(hook, effective, "")).collect();
     read(&maps, hooks, None)
 }
 
@@ -209,7 +210,7 @@ fn pod(
     name: Option<nobypass_common::abi::PodName>,
 ) -> PodStatus {
     let kind = PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown);
-    let unsupported = view.is_some_and(|view| view.unsupported);
+    let unsupported = view.is_some_and(|view| view.unsupported.is_some());
     let verdicts = state.as_ref().map_or_else(|| of_pod(counters, unsupported, now), PodState::verdicts);
     let mode = if policy.mode == MODE_INHERIT { config.mode } else { policy.mode };
     let (namespace, pod_name, mesh) = match (view, name) {

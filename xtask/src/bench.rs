@@ -34,7 +34,7 @@ enum Run {
 
 type Variables = &'static [(&'static str, &'static str)];
 
-const BENCHES: [Bench; 9] = [
+const BENCHES: [Bench; 10] = [
     kernel(
         "first-packet",
         "connections out of brand-new pods, of 40,000",
@@ -67,6 +67,11 @@ const BENCHES: [Bench; 9] = [
         "from the agent's start with 250 pods to all of them judged",
         Run::Target("kernel-tests"),
     ),
+    kernel(
+        "enforce-latency",
+        "how long a refused connect() and a question to a pod take, beside what is promised",
+        Run::Target("kernel-tests"),
+    ),
     Bench {
         name: "cni-plan",
         about: "ns to plan the change of a CNI config file",
@@ -95,7 +100,7 @@ pub fn names() -> [&'static str; BENCHES.len()] {
 
 /// `name  about` of each, for `--help`.
 pub fn help() -> String {
-    let lines = BENCHES.iter().map(|bench| format!("\n  {:<12} {}", bench.name, bench.about));
+    let lines = BENCHES.iter().map(|bench| format!("\n  {:<15} {}", bench.name, bench.about));
     format!("Benchmarks:{}", lines.collect::<String>())
 }
 

@@ -122,7 +122,8 @@ impl State {
             let sandbox = view.facts.as_ref().and_then(|facts| facts.sandbox.as_ref());
             sandbox.is_none_or(|sandbox| sandbox.ready)
         };
-        let asked = |view: &&Arc<PodView>| view.kind == PodKind::Meshed && !view.unsupported && ready(view);
+        let asked =
+            |view: &&Arc<PodView>| view.kind == PodKind::Meshed && view.unsupported.is_none() && ready(view);
         let live: BTreeSet<u64> = snapshot.pods.values().filter(asked).map(|view| view.cgroup).collect();
         let now = Instant::now();
         self.schedule.keep(&live, now);

@@ -167,3 +167,31 @@ async fn the_source_ends_when_nobody_listens() {
     let ended = tokio::time::timeout(crate::harness::BOUND, async { while state.changed().await.is_ok() {} });
     assert!(ended.await.is_ok());
 }
+
+#[tokio::test]
+async fn what_is_wanted_from_now_on_comes_with_a_new_listing() {
+    let one = |name: &str| {
+        let pod = Pod::new("shop", name).node(NODE).label("app", name).label("team.io/mesh", "on");
+        pod.annotation("team.io/ports", "80").build()
+    };
+    let mut h = Harness::with([one("a"), one("b")]).await;
+    h.synced().await;
+    h.watching().await;
+    assert_eq!(h.find("a").unwrap().labels.get("team.io/mesh"), None, "nobody asked");
+    h.wants.send_modify(|wanted| wanted.keys.extend(["team.io/*"]));
+    let told = |h: &Harness, name: &str| {
+        let pod = h.find(name)?;
+        Some((pod.labels.get("team.io/mesh")?.to_owned(), pod.annotations.get("team.io/ports")?.to_owned()))
+    };
+    h.until("both pods with what is wanted", |h| ["a", "b"].iter().all(|name| told(h, name).is_some())).await;
+    assert_eq!(told(&h, "b"), Some(("on".into(), "80".into())));
+    assert_eq!((h.rekeyed, h.gone), (1, 0), "nobody was forgotten");
+    // It goes on as before.
+    h.watching().await;
+    h.edit("shop", "a", "x");
+    h.agree().await;
+    // What nobody wants any more is not kept.
+    h.wants.send_modify(|wanted| wanted.keys = ["app", "mode"].into_iter().collect());
+    h.until("the end of the label", |h| told(h, "a").is_none() && told(h, "b").is_none()).await;
+    assert_eq!(h.find("a").unwrap().labels.get("app"), Some("a"));
+}
