@@ -15,6 +15,7 @@ pub mod kubeconfig;
 pub mod layout;
 pub mod listing;
 pub mod lock;
+pub mod memory;
 pub mod metrics;
 pub mod plan;
 pub mod put;

@@ -2,6 +2,7 @@
 //!
 //! Pure and idempotent: planning the bytes of a [`Plan::Write`] gives [`Leave::Satisfied`].
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
@@ -192,6 +193,46 @@ pub fn unplan(kind: FileKind, bytes: &[u8], which: Remove<'_>) -> Plan {
         Body::List(plugins) => remove(&document, plugins, own, Leave::Satisfied),
         Body::Single(_) => Plan::Leave(Leave::Satisfied),
     }
+}
+
+/// As [`unplan`] of exactly this entry, but where it took the place of another writer's (by the network's name), that one
+/// comes back.
+pub fn give_back(
+    kind: FileKind,
+    bytes: &[u8],
+    ours: &WantedEntry,
+    replaced: &BTreeMap<String, String>,
+) -> Plan {
+    let own = |plugin: &Plugin<'_>| edit::same(plugin.text, ours.text());
+    let alike = |plugin: &&Plugin<'_>| plugin.plugin == ours.plugin();
+    let unplan = || unplan(kind, bytes, Remove::Exactly(ours));
+    let Ok(document) = Document::read(kind, bytes) else { return unplan() };
+    let Body::List(plugins) = &document.body else { return unplan() };
+    let usable = |text: &&String| {
+        WantedEntry::from_text(text, ours.place()).is_ok_and(|entry| entry.plugin() == ours.plugin())
+    };
+    let theirs = replaced.get(&document.name).filter(usable);
+    let (Some(theirs), Some(first)) = (theirs, plugins.iter().position(own)) else { return unplan() };
+    if plugins.iter().all(own) || plugins.iter().filter(alike).any(|plugin| !own(plugin)) {
+        return unplan();
+    }
+    let kept: Vec<_> = (0..)
+        .zip(plugins)
+        .filter(|(at, plugin)| *at == first || !own(plugin))
+        .map(|(at, _)| (at, (at == first).then_some(theirs.as_str())))
+        .collect();
+    finish(rebuild(document.text, plugins, &kept), |written| {
+        let mut alike = written.iter().filter(alike);
+        alike.next().is_some_and(|entry| edit::same(entry.text, theirs)) && alike.next().is_none()
+    })
+}
+
+/// The name of a list's network, and its entries of this plugin; `None` for what is no list.
+pub fn entries<'a>(kind: FileKind, bytes: &'a [u8], plugin: &str) -> Option<(String, Vec<&'a str>)> {
+    let document = Document::read(kind, bytes).ok()?;
+    let Body::List(plugins) = document.body else { return None };
+    let own = plugins.iter().filter(|entry| entry.plugin == plugin).map(|entry| entry.text).collect();
+    Some((document.name, own))
 }
 
 /// The list without its own entries.

@@ -14,6 +14,7 @@ use super::desk::Desk;
 use super::guard::{self, Guard, Want};
 use super::install::{Contract, ContractError, Part, Prepared, Verdict, prepare};
 use super::kubeconfig::KubeconfigState;
+use super::memory::Remember;
 use super::metrics::Metrics;
 use super::runtime::{self, follow};
 use super::uninstall::{self, Removal, Which, uninstall};
@@ -75,6 +76,11 @@ pub async fn run(
     let Settings { guard: config, mode, runtime, desk } = settings;
     match mode {
         Mode::Guard(want) => {
+            let remember = match &want {
+                Want::Learn { .. } => Remember::Learned(runtime.places.clone()),
+                Want::Entry(_) | Want::Withdraw(_) => Remember::Nothing,
+            };
+            let config = guard::Config { remember, ..config };
             let (guard, verifier) = start(config, want, runtime, metrics, &desk)?;
             let ended = until_end(&guard, &desk, &mut stop).await;
             drop(verifier);
@@ -153,6 +159,7 @@ async fn install(
         Part::Old(why) | Part::Missing(why) => KubeconfigState::Stale(why.clone()),
     });
     let follower = tokio::spawn(spec.follow(state, stop.clone()));
+    let config = guard::Config { remember: Remember::Replaced, ..config };
     let (guard, verifier) = start(config, want(&prepared), runtime, metrics, desk)?;
     let ended = tokio::select! {
         ended = until_end(&guard, desk, &mut stop) => ended,
