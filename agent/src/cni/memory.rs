@@ -46,6 +46,9 @@ pub struct State {
     /// The agent's own, newest last: none of them is anyone else's.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub installed: Vec<String>,
+    /// The entry is in drop-in files, and lists carry none.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub drop_in: bool,
     /// By the network's name, which its owner keeps when it writes the file anew.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub replaced: BTreeMap<String, String>,
@@ -137,6 +140,11 @@ impl Memory {
         Self { dir: dir.to_owned(), state: State::load(dir) }
     }
 
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// What is remembered.
     pub fn state(&self) -> &State {
         &self.state
@@ -166,6 +174,7 @@ mod tests {
     fn state(installed: &[&str], replaced: &[(&str, &str)]) -> State {
         State {
             learned: None,
+            drop_in: false,
             installed: installed.iter().map(ToString::to_string).collect(),
             replaced: replaced.iter().map(|(net, text)| ((*net).to_owned(), (*text).to_owned())).collect(),
         }

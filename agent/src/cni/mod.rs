@@ -6,6 +6,7 @@ pub mod binaries;
 pub mod desk;
 pub mod discover;
 pub mod document;
+pub mod drop_in;
 pub mod edit;
 pub mod entry;
 pub mod fight;

@@ -16,6 +16,7 @@ use super::install::{Contract, ContractError, Part, Prepared, Verdict, prepare};
 use super::kubeconfig::KubeconfigState;
 use super::memory::Remember;
 use super::metrics::Metrics;
+use super::plan;
 use super::runtime::{self, follow};
 use super::uninstall::{self, Removal, Which, uninstall};
 
@@ -151,6 +152,7 @@ async fn install(
     desk: &Desk,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), RunError> {
+    let (config, runtime) = with_drop_in(config, runtime).await;
     tell(&prepared);
     let spec = contract.spec(prepared.wanted.plugin())?;
     let path = spec.path();
@@ -169,6 +171,20 @@ async fn install(
     end(guard).await;
     follower.abort();
     ended
+}
+
+/// Drop-in files are used only where the runtime says that it reads them. Otherwise the lists carry the entry.
+async fn with_drop_in(config: guard::Config, runtime: runtime::Options) -> (guard::Config, runtime::Options) {
+    if !config.options.drop_in {
+        return (config, runtime);
+    }
+    let answer = runtime::reads_drop_ins(&runtime).await;
+    if let Err(why) = &answer {
+        tracing::error!(why, "no drop-in files: the entry goes into the lists");
+    }
+    let drop_in = answer.is_ok();
+    let options = plan::Options { drop_in, ..config.options };
+    (guard::Config { options, ..config }, runtime::Options { drop_in, ..runtime })
 }
 
 /// Lets the guard finish what is under way, while signals are still heard.

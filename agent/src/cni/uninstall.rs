@@ -12,11 +12,12 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, RenameFlags};
 
+use super::drop_in;
 use super::edit;
 use super::entry::WantedEntry;
 use super::lock::{self, DirLock, MARK};
 use super::memory::{self, State};
-use super::plan::{self, FileKind, Leave, Plan, Remove, list_name, original_name};
+use super::plan::{self, FileKind, Leave, Options, Plan, Remove, list_name, original_name};
 use super::refusal::Refusal;
 use super::swap::{Outcome, SwapError, Swapper};
 use super::{binaries, listing, put};
@@ -46,9 +47,23 @@ impl Which {
     /// The config without them. What was there before comes back, unless everything of the type is to go.
     fn plan(&self, kind: FileKind, bytes: &[u8], state: &State) -> Plan {
         match self {
-            Self::Exactly(wanted) => plan::give_back(kind, bytes, wanted, &state.replaced),
+            Self::Exactly(wanted) => match plan::give_back(kind, bytes, wanted, &state.replaced) {
+                // Where the entry was in a drop-in file, the list has none whose place the other one could take.
+                Plan::Leave(Leave::Satisfied) if state.drop_in => append_replaced(kind, bytes, wanted, state),
+                plan => plan,
+            },
             Self::Type(plugin) => plan::unplan(kind, bytes, Remove::Type(plugin)),
         }
+    }
+}
+
+fn append_replaced(kind: FileKind, bytes: &[u8], ours: &WantedEntry, state: &State) -> Plan {
+    let entry = plan::entries(kind, bytes, ours.plugin())
+        .filter(|(_, found)| found.is_empty())
+        .and_then(|(network, _)| WantedEntry::from_text(state.replaced.get(&network)?, ours.place()).ok());
+    match entry {
+        Some(entry) => plan::plan(kind, bytes, &entry, Options { convert: false, ..Options::default() }),
+        None => Plan::Leave(Leave::Satisfied),
     }
 }
 
@@ -131,6 +146,8 @@ pub async fn uninstall(removal: &Removal) -> Result<Report, UninstallError> {
         tracing::warn!(%error, "cannot look for files of an earlier agent");
     }
     let mut refused = Vec::new();
+    // First: the runtime notices only the lists.
+    remove_drop_ins(removal, &swapper, &mut report);
     clean(removal, &state, &mut swapper, &mut report, &mut refused)?;
     restore(removal, &mut report)?;
     if !(report.cleaned.is_empty() && report.restored.is_empty()) {
@@ -211,6 +228,21 @@ fn clean(
 
 fn explain(error: &SwapError) -> String {
     error.refusal().map_or_else(|| error.to_string(), |refusal| refusal.to_string())
+}
+
+fn remove_drop_ins(removal: &Removal, swapper: &Swapper, report: &mut Report) {
+    let mut removed = false;
+    for network in drop_in::networks(&removal.dir).unwrap_or_default() {
+        let name = Path::new(&network).join(drop_in::FILE);
+        match drop_in::withdraw(&removal.dir, &network) {
+            Ok(_) => report.cleaned.push(name.into()),
+            Err(refusal) => report.failed.push((removal.dir.join(name), refusal.to_string())),
+        }
+        removed = true;
+    }
+    if removed && let Err(error) = swapper.poke() {
+        tracing::debug!(%error, "cannot wake the container runtime");
+    }
 }
 
 /// Puts single-plugin files back whose list is still the one made from them.

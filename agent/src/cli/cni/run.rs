@@ -40,6 +40,10 @@ pub struct HalfArgs {
     /// Leave single-plugin files (.conf, .json) as they are
     #[arg(long, env = "NOBYPASS_CNI_KEEP_CONF")]
     cni_keep_conf: bool,
+    /// In install mode, put the entry into a file of its own beside the list, which no other writer can lose: libcni's
+    /// drop-in directory. Only with containerd from 2.1 on, which is asked; otherwise the lists carry the entry
+    #[arg(long, env = "NOBYPASS_CNI_DROP_IN")]
+    cni_drop_in: bool,
     /// Directory of the plugin binaries, for install mode [default: /opt/cni/bin, or what CONTAINER_MOUNT_PREFIX and
     /// DEST_CNI_BIN_DIR say]
     #[arg(long, value_name = "DIR", env = "NOBYPASS_CNI_BIN_DIR")]
@@ -79,6 +83,11 @@ impl HalfArgs {
         if self.cni_mode == Mode::Off {
             return Ok(None);
         }
+        if self.cni_drop_in && self.cni_mode != Mode::Install {
+            let message = "--cni-drop-in needs --cni-mode=install: beside a mesh's own installer, which writes its entry into \
+                           the lists, the plugin would run twice";
+            return Err((Exit::Usage, message.to_owned()));
+        }
         let mut contract = contract()?;
         let (dir, host) = self.place.dirs(&contract);
         if let Some(bin_dir) = &self.cni_bin_dir {
@@ -89,11 +98,15 @@ impl HalfArgs {
             contract.template = Some(Template::File(entry.clone()));
         }
         let places = Places { dir: dir.clone(), host: host.clone(), bin_dir: contract.mounted_bin_dir() };
-        let runtime = runtime::Options { endpoint: None, host_root: "/".into(), places };
+        let runtime = runtime::Options { endpoint: None, host_root: "/".into(), drop_in: false, places };
         let mode = mode(self, contract)?;
         let guard = Config {
             host,
-            options: Options { convert: !self.cni_keep_conf, clean_meta: self.cni_mode == Mode::Install },
+            options: Options {
+                convert: !self.cni_keep_conf,
+                clean_meta: self.cni_mode == Mode::Install,
+                drop_in: self.cni_drop_in,
+            },
             runtime: self.cni_runtime.into(),
             ..Config::new(dir)
         };

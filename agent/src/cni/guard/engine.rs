@@ -146,11 +146,8 @@ impl Engine {
                 self.evaluate(Instant::now());
             }
             Signal::Poke => {
-                if let Some(swapper) = &self.swapper
-                    && let Err(error) = swapper.poke()
-                {
-                    tracing::debug!(%error, "cannot wake the container runtime");
-                }
+                self.planner.poke = true;
+                self.wake();
             }
             Signal::Snapshot(answer) => {
                 // Nobody waits for it any more when this fails.
@@ -159,6 +156,16 @@ impl Engine {
             Signal::Stop => return false,
         }
         true
+    }
+
+    /// Wakes the runtime if it has not noticed something.
+    fn wake(&mut self) {
+        if std::mem::take(&mut self.planner.poke)
+            && let Some(swapper) = &self.swapper
+            && let Err(error) = swapper.poke()
+        {
+            tracing::debug!(%error, "cannot wake the container runtime");
+        }
     }
 
     fn note(&mut self, change: Change, at: Instant) {
@@ -221,6 +228,7 @@ impl Engine {
                     self.take_over(&dir);
                     self.pass(now);
                     self.planner.settle();
+                    self.wake();
                 }
                 Ok(None) => self.not_before = now + LOCKED,
                 Err(error) => {

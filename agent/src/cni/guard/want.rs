@@ -5,9 +5,10 @@ mod learned;
 use std::collections::VecDeque;
 use std::path::Path;
 
+use super::super::drop_in;
 use super::super::edit;
 use super::super::entry::{Place, WantedEntry};
-use super::super::memory::{Memory, Remember};
+use super::super::memory::{Memory, Remember, State};
 use super::super::plan::{self, FileKind, Leave, Options, Plan, Remove};
 use super::super::refusal::Refusal;
 use super::super::swap::hash;
@@ -50,6 +51,8 @@ pub(super) struct Planner {
     remember: Remember,
     /// What is known from before a restart.
     memory: Option<Memory>,
+    /// A drop-in file changed, which no runtime notices.
+    pub poke: bool,
     /// The learned entry's way from one run to the next, and its end.
     life: learned::Life,
 }
@@ -59,6 +62,7 @@ impl Planner {
         Self {
             remember,
             memory: None,
+            poke: false,
             life: learned::Life::default(),
             want,
             options,
@@ -125,13 +129,12 @@ impl Planner {
                 }
             }
         };
+        if let Err(refusal) = self.before(&plan, kind, bytes) {
+            return Plan::Refuse(refusal);
+        }
         match plan {
             Plan::Write(_) | Plan::Convert(_) if self.superseded => Plan::Refuse(Refusal::Superseded),
-            Plan::Write(new) => {
-                if let Err(refusal) = self.keep_replaced(kind, bytes) {
-                    return Plan::Refuse(refusal);
-                }
-                let bytes = new;
+            Plan::Write(bytes) => {
                 if matches!(self.want, Want::Learn { .. }) {
                     self.own.truncate(OWN);
                     self.own.push_front(hash(&bytes));
@@ -140,6 +143,30 @@ impl Planner {
             }
             plan => plan,
         }
+    }
+
+    /// What has to be on disk before a plan is carried out. A runtime reads drop-in files only when it loads the list, so
+    /// the exchange of the list makes both count at once.
+    fn before(&mut self, plan: &Plan, kind: FileKind, bytes: &[u8]) -> Result<(), Refusal> {
+        if self.superseded
+            || !matches!(plan, Plan::Write(_) | Plan::Convert(_) | Plan::Leave(Leave::Satisfied))
+        {
+            return Ok(());
+        }
+        if matches!(plan, Plan::Write(_)) {
+            self.keep_replaced(kind, bytes)?;
+        }
+        let (Remember::Replaced, Some(memory)) = (&self.remember, &mut self.memory) else { return Ok(()) };
+        let Some(network) = plan::network(kind, bytes) else { return Ok(()) };
+        if memory.state().drop_in != self.options.drop_in {
+            let next = State { drop_in: self.options.drop_in, ..memory.state().clone() };
+            memory.set(next).map_err(|error| Refusal::from(&error))?;
+        }
+        self.poke |= match &self.want {
+            Want::Entry(wanted) if self.options.drop_in => drop_in::place(memory.dir(), &network, wanted)?,
+            _ => drop_in::withdraw(memory.dir(), &network)?,
+        };
+        Ok(())
     }
 
     /// Before an entry of another writer is replaced, it is on disk: it comes back when this agent is uninstalled.
