@@ -14,10 +14,11 @@ use std::path::Path;
 
 use bytes::Bytes;
 
+use super::discover::Listed;
 use super::document::{Body, Document};
 use super::edit;
 use super::entry::WantedEntry;
-use super::plan::{FileKind, MAX_BYTES};
+use super::plan::{self, FileKind, MAX_BYTES};
 use super::put::put;
 use super::refusal::Refusal;
 
@@ -96,6 +97,18 @@ pub fn networks(dir: &Path) -> io::Result<Vec<String>> {
     }
     found.sort();
     Ok(found)
+}
+
+/// Makes lists what the runtime makes of them, where nobypass has put a drop-in file: it does so only when the runtime reads
+/// them.
+pub fn expand(dir: &Path, listed: &mut [Listed]) {
+    let ours = networks(dir).unwrap_or_default();
+    for file in listed {
+        let (Some(kind), Ok(bytes)) = (FileKind::of(&file.name), &file.content) else { continue };
+        if plan::network(kind, bytes).is_some_and(|network| ours.contains(&network)) {
+            file.content = Ok(effective(dir, kind, bytes));
+        }
+    }
 }
 
 /// What the runtime makes of a file: a list with the plugins of its drop-in files. One that cannot be read is appended as it

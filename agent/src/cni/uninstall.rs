@@ -146,9 +146,12 @@ pub async fn uninstall(removal: &Removal) -> Result<Report, UninstallError> {
         tracing::warn!(%error, "cannot look for files of an earlier agent");
     }
     let mut refused = Vec::new();
-    // First: the runtime notices only the lists.
-    remove_drop_ins(removal, &swapper, &mut report);
+    // First: the runtime notices only the lists, and finds what they have now without these.
+    let removed = remove_drop_ins(removal, &mut report);
     clean(removal, &state, &mut swapper, &mut report, &mut refused)?;
+    if removed && let Err(error) = swapper.poke() {
+        tracing::debug!(%error, "cannot wake the container runtime");
+    }
     restore(removal, &mut report)?;
     if !(report.cleaned.is_empty() && report.restored.is_empty()) {
         tokio::time::sleep(removal.grace).await;
@@ -230,7 +233,7 @@ fn explain(error: &SwapError) -> String {
     error.refusal().map_or_else(|| error.to_string(), |refusal| refusal.to_string())
 }
 
-fn remove_drop_ins(removal: &Removal, swapper: &Swapper, report: &mut Report) {
+fn remove_drop_ins(removal: &Removal, report: &mut Report) -> bool {
     let mut removed = false;
     for network in drop_in::networks(&removal.dir).unwrap_or_default() {
         let name = Path::new(&network).join(drop_in::FILE);
@@ -240,9 +243,7 @@ fn remove_drop_ins(removal: &Removal, swapper: &Swapper, report: &mut Report) {
         }
         removed = true;
     }
-    if removed && let Err(error) = swapper.poke() {
-        tracing::debug!(%error, "cannot wake the container runtime");
-    }
+    removed
 }
 
 /// Puts single-plugin files back whose list is still the one made from them.

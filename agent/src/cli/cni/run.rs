@@ -1,6 +1,7 @@
 //! `nobypass cni run`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -22,7 +23,11 @@ use crate::server::{
     self,
     listen::{ListenError, listen},
 };
+use crate::sys;
 use crate::telemetry::{self, LogFormat};
+
+/// All configs have been looked at by then.
+const STARTED: Duration = Duration::from_secs(3);
 
 /// What the CNI half is told, alone and in the agent.
 #[derive(Debug, clap::Args)]
@@ -132,6 +137,7 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
         let metrics = Metrics::default();
         let context = server::alone(level, settings.desk.clone(), &metrics);
         let refused = |error: ListenError| (error.exit(), error.to_string());
+        tokio::spawn(settle_down());
         // The socket's file goes when this ends.
         let (tcp, unix, _file) = listen(args.metrics_addr, args.socket.as_deref()).await.map_err(refused)?;
         tokio::select! {
@@ -146,6 +152,15 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
             }
         }
     })
+}
+
+/// Most of what is resident soon after the start are pages that nothing needs again: command line, set-up.
+async fn settle_down() {
+    tokio::time::sleep(STARTED).await;
+    match sys::memory::release_program() {
+        Ok(bytes) => tracing::debug!(bytes, "gave back the program's pages of the start"),
+        Err(error) => tracing::debug!(%error, "cannot give back the program's pages of the start"),
+    }
 }
 
 fn mode(args: &HalfArgs, contract: Contract) -> Result<half::Mode, Failure> {
