@@ -7,6 +7,8 @@
     reason = "the helpers of a test may panic as the test may"
 )]
 
+#[path = "both/commands.rs"]
+mod commands;
 #[path = "both/gate.rs"]
 mod gate;
 #[path = "both/wire.rs"]
