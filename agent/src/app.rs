@@ -7,7 +7,7 @@ mod follow;
 mod gate;
 mod keep;
 mod older;
-mod permissions;
+pub mod permissions;
 pub mod pods;
 mod policy;
 mod probes;
