@@ -424,7 +424,7 @@ fn an_object_that_is_late_or_never_comes_or_is_another_pods_by_its_uid() {
 }
 
 #[test]
-fn an_agent_that_starts_last_knows_fifty_pods_of_a_real_runtime() {
+fn kubearmor_163_an_agent_that_starts_last_knows_fifty_pods_of_a_real_runtime() {
     let cluster = Cluster::new(false);
     let mut pods = Vec::new();
     for n in 0..50 {
