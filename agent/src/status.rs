@@ -184,8 +184,9 @@ pub fn read(maps: &Maps, hooks: Vec<HookStatus>, known: Option<&Known>) -> Resul
 /// [`BpfError::NoPins`], [`BpfError::Map`].
 pub fn from_pins(dir: &PinDir) -> Result<Status, BpfError> {
     let maps = Maps::open(dir)?;
-    let hooks =
-        dir.attached().into_iter().map(|(hook, effective)| hook_status(hook, effective, "")).collect();
+    let config = maps.config()?;
+    let wanted = dir.attached().into_iter().filter(|(hook, _)| hook.is_wanted(&config));
+    let hooks = wanted.map(|(hook, effective)| hook_status(hook, effective, "")).collect();
     read(&maps, hooks, None)
 }
 

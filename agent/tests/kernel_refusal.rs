@@ -104,7 +104,7 @@ fn process(ns: &Netns, cgroup: &Cgroup) -> Proc {
     proc::spawn(command).unwrap()
 }
 
-const KINDS: [&str; 5] = ["v4", "v6", "v4 mapped", "v4 nonblock", "v6 nonblock"];
+const KINDS: [&str; 6] = ["v4", "v6", "v4 mapped", "v4 nonblock", "v6 nonblock", "v4 mapped nonblock"];
 
 fn enforcing(machine: &Machine) -> Agent {
     machine.launch().args(["--mode", "enforce", "--event-rate", "100000"]).start().attached()
@@ -141,7 +141,7 @@ fn the_first_refused_connect_fails_at_once_whatever_its_kind() {
         assert_eq!(report.json()["ends"], json!({"ECONNABORTED": 200}), "{kind}: {report}");
     }
     assert_eq!(scene.world.syns().unwrap(), 0);
-    assert_eq!(agent.metrics().sum("refused_sockets_total", &[("result", "aborted")]), 1000);
+    assert_eq!(agent.metrics().sum("refused_sockets_total", &[("result", "aborted")]), 1200);
     agent.kill();
 }
 
@@ -212,6 +212,38 @@ fn a_repaired_pod_recovers_with_an_agent_and_without() {
         }
     }
     const { assert!(HALF_OPEN_NS <= 1_000_000_000, "the second that README names") };
+}
+
+/// One process that never gives up, through the repair: from its first redirected connection on none fails, and none ever
+/// got out.
+#[test]
+fn an_application_that_retries_meanwhile_is_redirected_from_the_repair_on() {
+    for alive in [true, false] {
+        let machine = Machine::new();
+        let (scene, maps, agent) = remembering(&machine);
+        assert_eq!(scene.again("v4", 1).json()["ends"], json!({"ECONNABORTED": 1}));
+        agent.until("the refusal", |_| (maps.policy(scene.id)?.flags & POD_FASTFAIL4 != 0).then_some(()));
+        let agent = alive.then_some(agent);
+        let tried = || maps.counters(scene.id).map_or(0, |all| all.count[Counter::FastFail.code() as usize]);
+        let (before, app) = (tried(), scene.traffic().option("interval-ms", 5));
+        let report = std::thread::scope(|threads| {
+            let retrying = threads.spawn(|| app.run(&[&"again", &FAR4, &PORT, &2000]).unwrap());
+            wait::until("the tries", wait::HANG, || (tried() > before + 20).then_some(())).unwrap();
+            let proxy = scene.repair();
+            let report = retrying.join().unwrap();
+            drop(proxy);
+            report
+        });
+        let ends = &report.json()["ends"];
+        assert!(ends["ok"].as_u64().unwrap_or(0) > 0, "agent alive: {alive}: {report}");
+        assert!(ends["EPERM"].as_u64().unwrap_or(0) > 0, "agent alive: {alive}: {report}");
+        assert_eq!(report.count("failed_again"), 0, "agent alive: {alive}: {report}");
+        // What reached the outside is the proxy's own.
+        let [bypasses, dropped] = [Counter::Bypass, Counter::BypassDropped]
+            .map(|counter| maps.counters(scene.id).unwrap().count[counter.code() as usize]);
+        assert!(bypasses > 0 && bypasses == dropped, "agent alive: {alive}: {bypasses} {dropped}");
+        drop(agent);
+    }
 }
 
 /// In this process, as the agent has it.

@@ -8,10 +8,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use k8s_cri::v1 as api;
-use nobypass_testkit::node::{Cri, EXT_PORT, EXT4, Node, PodSpec};
+use nobypass_testkit::node::{Containerd, Cri, EXT_PORT, EXT4, Node, PodSpec};
 use nobypass_testkit::proc::{self, Proc};
 use nobypass_testkit::wait;
 use serde_json::Value;
+
+/// The same tests with each containerd: Debian's of this machine, and newer ones that are kept unpacked.
+macro_rules! with_each_containerd {
+    ($($test:ident),* $(,)?) => {
+        with_each_containerd!(@one machine, Containerd::Machine, $($test),*);
+        with_each_containerd!(@one v1_7, Containerd::V1_7, $($test),*);
+        with_each_containerd!(@one v2, Containerd::V2, $($test),*);
+    };
+    (@one $name:ident, $which:expr, $($test:ident),*) => {
+        mod $name {
+            use super::Containerd;
+            $(
+                #[test]
+                fn $test() {
+                    if let Some(node) = $which.node().unwrap() {
+                        super::$test(node);
+                    }
+                }
+            )*
+        }
+    };
+}
+
+with_each_containerd!(
+    a_pod_made_when_the_node_says_protected_has_the_plugin_whoever_wrote_the_config,
+    fifty_rewrites_are_each_loaded_and_the_network_is_never_lost,
+    a_runtime_that_missed_a_change_is_woken,
+    an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled,
+    nothing_less_than_the_runtimes_word_makes_the_node_protected,
+);
 
 const PROTECTED: &str = "protection of new pods changed state=\"protected\"";
 
@@ -128,9 +158,7 @@ fn pod_is_meshed(node: &Node, name: &str) {
     node.remove_pod(&pod).unwrap();
 }
 
-#[test]
-fn a_pod_made_when_the_node_says_protected_has_the_plugin_whoever_wrote_the_config() {
-    let node = Node::new().unwrap();
+fn a_pod_made_when_the_node_says_protected_has_the_plugin_whoever_wrote_the_config(node: Node) {
     let half = Half::start(&node);
     let path = active(&node);
     half.protected_again("the first config", || rename_over(&path, &bare(&node, 1)));
@@ -175,9 +203,7 @@ fn worst_status(socket: &Path, done: &AtomicBool) -> (Vec<String>, usize) {
     (bad, answers)
 }
 
-#[test]
-fn fifty_rewrites_are_each_loaded_and_the_network_is_never_lost() {
-    let node = Node::new().unwrap();
+fn fifty_rewrites_are_each_loaded_and_the_network_is_never_lost(node: Node) {
     let half = Half::start(&node);
     half.protected_again("the first config", || rename_over(&active(&node), &bare(&node, 0)));
     let done = AtomicBool::new(false);
@@ -210,9 +236,7 @@ fn fifty_rewrites_are_each_loaded_and_the_network_is_never_lost() {
 }
 
 /// containerd#11711: a file that is renamed or linked in from elsewhere is not noticed by containerd.
-#[test]
-fn a_runtime_that_missed_a_change_is_woken() {
-    let node = Node::new().unwrap();
+fn a_runtime_that_missed_a_change_is_woken(node: Node) {
     let path = active(&node);
     let aside = node.base_dir().join("aside");
     // Nobody wakes it here: what follows is not noticed by itself.
@@ -255,9 +279,7 @@ fn a_runtime_that_missed_a_change_is_woken() {
     node.stop().unwrap();
 }
 
-#[test]
-fn an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled() {
-    let node = Node::new().unwrap();
+fn an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled(node: Node) {
     let path = active(&node);
     let mut learning = nobypass(&node, &["run"]);
     learning.arg("--cri-endpoint").arg(node.cri_socket());
@@ -282,9 +304,7 @@ fn an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled() {
     node.stop().unwrap();
 }
 
-#[test]
-fn nothing_less_than_the_runtimes_word_makes_the_node_protected() {
-    let node = Node::new().unwrap();
+fn nothing_less_than_the_runtimes_word_makes_the_node_protected(node: Node) {
     let other = node.base_dir().join("other.d");
     fs::create_dir(&other).unwrap();
     fs::write(other.join("10-node.conflist"), meshed(&node, 1)).unwrap();

@@ -49,14 +49,15 @@ pub(super) fn join(
         metrics,
     };
     let (sender, subjects) = watch::channel(Arc::from(Vec::new()));
-    let inputs = Inputs { subjects, gate: gate.open.clone(), limits };
+    let inputs = Inputs { subjects: subjects.clone(), gate: gate.open.clone(), limits };
     tasks.spawn(follow_states(states, agent.plan.runtime(), sender));
     tasks.spawn(async move {
         shell::run(hands, inputs).await;
         ("remedies", Ok(()))
     });
     if let (Some(desk), Some(cni)) = (desk, &agent.cni_metrics) {
-        tasks.spawn(gate::follow_started(desk.summary(), snapshots, gate.started(), cni.writes.clone()));
+        let pods = (snapshots, subjects);
+        tasks.spawn(gate::follow_started(desk.summary(), pods, gate.started(), cni.writes.clone()));
     }
 }
 

@@ -197,7 +197,7 @@ impl Keeper {
     /// [`BpfError::Map`].
     pub fn rescan(&mut self) -> Result<(), BpfError> {
         let listed: Vec<u64> = self.maps.policies().into_iter().map(|(id, _)| id).collect();
-        let counted: Vec<u64> = self.maps.all_counters().into_iter().map(|(id, _)| id).collect();
+        let counted = self.maps.counted();
         let named = self.maps.named();
         let mut scans = Vec::with_capacity(self.parents.len());
         for parent in &self.parents {

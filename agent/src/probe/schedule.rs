@@ -84,7 +84,8 @@ impl Schedule {
         pod.asked = Some(now);
         pod.turns += 1;
         if early {
-            pod.due = now + EARLY.saturating_mul(1 << pod.failures.min(20)).min(spread(interval, cgroup, pod.turns));
+            pod.due = now
+                + EARLY.saturating_mul(1 << pod.failures.min(20)).min(spread(interval, cgroup, pod.turns));
             pod.failures += 1;
         } else {
             pod.failures = 0;

@@ -91,7 +91,10 @@ mod tests {
     #[test]
     fn percentiles_are_samples() {
         let samples = Samples::new((1..=100).rev().map(f64::from).collect());
-        assert_eq!((samples.at(0), samples.median(), samples.at(99), samples.at(100)), (1.0, 51.0, 100.0, 100.0));
+        assert_eq!(
+            (samples.at(0), samples.median(), samples.at(99), samples.at(100)),
+            (1.0, 51.0, 100.0, 100.0)
+        );
         assert_eq!(Samples::new(vec![7.0]).at(99), 7.0);
     }
 }
