@@ -7,6 +7,7 @@ mod follow;
 mod gate;
 mod keep;
 mod older;
+mod packet;
 pub mod permissions;
 pub mod pods;
 mod policy;
