@@ -72,6 +72,26 @@ const ISTIO: Mesh = Mesh {
     ],
 };
 
+impl Mesh {
+    /// What the kubelet gives to the runtime.
+    fn spec(self, name: &str) -> PodSpec {
+        let proxy = ContainerSpec::new(self.proxy, self.proxy_uid, self.command);
+        let mut spec = PodSpec::new(name, vec![proxy, ContainerSpec::idle_app()]).unwrap();
+        self.namespace.clone_into(&mut spec.namespace);
+        spec.annotations =
+            self.annotations.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        spec
+    }
+
+    /// What the API server has of it before anything of it runs.
+    fn object(self, spec: &PodSpec) -> Value {
+        let object = Object::new(&spec.namespace, &spec.name).node(NODE).uid(&spec.uid);
+        let annotated =
+            self.annotations.iter().fold(object, |object, (key, value)| object.annotation(key, value));
+        annotated.container(self.proxy, "p:1").phase("Pending").build()
+    }
+}
+
 /// A node with an API server on its loopback device, and servers outside.
 struct Cluster {
     // In the order in which they go.
@@ -109,31 +129,27 @@ impl Cluster {
 
     /// A pod as scheduler, injector and kubelet make it: the object first, the sandbox then, its containers' ids at last.
     fn run(&self, mesh: Mesh) -> Pod {
-        let proxy = ContainerSpec::new(mesh.proxy, mesh.proxy_uid, mesh.command);
-        let mut spec = PodSpec::new(mesh.pod, vec![proxy, ContainerSpec::idle_app()]).unwrap();
-        mesh.namespace.clone_into(&mut spec.namespace);
-        spec.annotations =
-            mesh.annotations.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
-        let object =
-            Object::new(mesh.namespace, mesh.pod).node(NODE).uid(&spec.uid).container(mesh.proxy, "p:1");
-        let object =
-            mesh.annotations.iter().fold(object, |object, (key, value)| object.annotation(key, value));
-        self.server.create(object.phase("Pending").build()).unwrap();
+        let spec = mesh.spec(mesh.pod);
+        self.server.create(mesh.object(&spec)).unwrap();
         let pod = self.node.run_pod(spec).unwrap();
         self.node.wait_for_log(&pod, mesh.proxy, |line| line.contains("\"ready\":true")).unwrap();
-        self.server
-            .edit("pods", mesh.namespace, mesh.pod, |object| {
-                let status = |name: &str| {
-                    json!({
-                        "name": name, "containerID": format!("containerd://{}", pod.container(name).unwrap()),
-                        "ready": true, "started": true, "restartCount": 0, "state": { "running": {} },
-                    })
-                };
-                let all = json!([status("app"), status(mesh.proxy)]);
-                object["status"] = json!({ "phase": "Running", "containerStatuses": all });
-            })
-            .unwrap();
+        self.tell_containers(mesh, &pod);
         pod
+    }
+
+    /// As the kubelet does once they run.
+    fn tell_containers(&self, mesh: Mesh, pod: &Pod) {
+        let status = |name: &str| {
+            json!({
+                "name": name, "containerID": format!("containerd://{}", pod.container(name).unwrap()),
+                "ready": true, "started": true, "restartCount": 0, "state": { "running": {} },
+            })
+        };
+        let all = json!([status("app"), status(mesh.proxy)]);
+        let edit = |object: &mut Value| {
+            object["status"] = json!({ "phase": "Running", "containerStatuses": all });
+        };
+        self.server.edit("pods", mesh.namespace, &pod.spec.name, edit).unwrap();
     }
 
     fn edit(&self, resource: &str, namespace: &str, name: &str, field: &str, mode: Option<&str>) {
@@ -171,7 +187,7 @@ fn known(agent: &Agent, mesh: Mesh, pod: &Pod) {
     let shown = agent.until(&format!("{} and its proxy", mesh.pod), |agent| {
         shown(agent, pod).filter(|shown| shown["proxy_cgroup"] == proxy && shown["kind"] == "meshed")
     });
-    for (key, value) in [("namespace", mesh.namespace), ("name", mesh.pod), ("mesh", mesh.profile)] {
+    for (key, value) in [("namespace", mesh.namespace), ("name", &pod.spec.name), ("mesh", mesh.profile)] {
         assert_eq!(shown[key], value, "{shown}");
     }
     assert_eq!((&shown["cgroup"], &shown["problems"]), (&json!(inode(&pod.cgroup)), &json!([])), "{shown}");
@@ -332,6 +348,119 @@ fn modes_of_namespace_and_pod_change_while_traffic_runs_and_no_pod_lowers_its_ow
     attempts(&cart);
     attempts(&vault);
     every_bypass_is_accounted_for(&agent.metrics());
+    assert!(agent.terminate().success());
+    cluster.node.stop().unwrap();
+}
+
+/// Whose word counts, and for which pod.
+#[test]
+fn an_object_that_is_late_or_never_comes_or_is_another_pods_by_its_uid() {
+    let cluster = Cluster::new(false);
+    let agent = cluster.launch().start().ready();
+    let bypasses = |pod: &Pod, count: usize| {
+        cluster.connects(count, pod, "tcp4", EXT4, 8080, "plain");
+        assert_eq!(counted(&agent, pod, "not_redirected"), u64::try_from(count).unwrap());
+    };
+    let level = |pod: &Pod, level: &str| {
+        agent.until(level, |agent| (shown(agent, pod)?["mode_level"] == level).then_some(()));
+    };
+    cluster.namespace_mode(LINKERD, "audit");
+
+    // Never: the runtime's word is enough, but it knows no namespaces.
+    let never = cluster.node.run_pod(LINKERD.spec("never")).unwrap();
+    known(&agent, LINKERD, &never);
+    bypasses(&never, 2);
+    level(&never, "node");
+
+    // An object of its name and another UID is another pod's, which has no cgroup here: it changes neither mesh nor mode.
+    let mut other = LINKERD.object(&LINKERD.spec("never"));
+    other["metadata"]["annotations"] = json!({ "nobypass.dev/mode": "enforce" });
+    cluster.server.create(other).unwrap();
+    let known_by_api = |count: u64| {
+        let of = [("source", "kube")];
+        agent.until("the object", |agent| {
+            (agent.metrics().sum("pod_source_pods", &of) == count).then_some(())
+        });
+    };
+    known_by_api(1);
+
+    // Late: until then as the runtime says, then as its namespace wants.
+    let late = cluster.node.run_pod(LINKERD.spec("late")).unwrap();
+    known(&agent, LINKERD, &late);
+    bypasses(&late, 1);
+    level(&late, "node");
+    cluster.server.create(LINKERD.object(&late.spec)).unwrap();
+    cluster.tell_containers(LINKERD, &late);
+    level(&late, "namespace_label");
+    known(&agent, LINKERD, &late);
+    level(&never, "node");
+    assert_eq!(counted(&agent, &never, "not_redirected"), 2);
+
+    // Deleted and made again under its name, as by a StatefulSet, in no mesh: the old one still runs.
+    cluster.server.delete("pods", LINKERD.namespace, "late").unwrap();
+    let mut spec = PodSpec::new("late", vec![ContainerSpec::idle_app()]).unwrap();
+    LINKERD.namespace.clone_into(&mut spec.namespace);
+    cluster
+        .server
+        .create(Object::new(&spec.namespace, &spec.name).node(NODE).uid(&spec.uid).build())
+        .unwrap();
+    let again = cluster.node.run_pod(spec).unwrap();
+    agent.until("the new one", |agent| (shown(agent, &again)?["reason"] == "no_profile").then_some(()));
+    cluster.connects(3, &again, "tcp4", EXT4, 8080, "plain");
+    let new = shown(&agent, &again).unwrap();
+    assert_eq!((&new["kind"], &new["bypasses"], &new["mesh"]), (&json!("exempt"), &json!(0), &json!("")));
+    assert_eq!(counted(&agent, &late, "not_redirected"), 1, "the old one is what it was");
+    cluster.connects(1, &late, "tcp4", EXT4, 8080, "plain");
+    assert_eq!(counted(&agent, &late, "not_redirected"), 2);
+    cluster.node.remove_pod(&late).unwrap();
+    agent.until("the end of the old one", |agent| shown(agent, &late).is_none().then_some(()));
+    assert_eq!(shown(&agent, &again).unwrap()["bypasses"], 0);
+    let metrics = agent.metrics();
+    let of = [("namespace", "shop"), ("mesh", "linkerd"), ("reason", "not_redirected")];
+    assert_eq!(metrics.sum("bypass_connections_total", &of), 2 + counted(&agent, &never, "not_redirected"));
+    every_bypass_is_accounted_for(&metrics);
+    assert!(agent.terminate().success());
+    cluster.node.stop().unwrap();
+}
+
+#[test]
+fn kubearmor_163_an_agent_that_starts_last_knows_fifty_pods_of_a_real_runtime() {
+    let cluster = Cluster::new(false);
+    let mut pods = Vec::new();
+    for n in 0..50 {
+        let mesh = [Some(LINKERD), Some(ISTIO), None][n % 3];
+        let name = format!("p{n}");
+        let mut spec = mesh.map_or_else(|| PodSpec::new(&name, Vec::new()).unwrap(), |mesh| mesh.spec(&name));
+        let object = match mesh {
+            Some(mesh) => mesh.object(&spec),
+            None => Object::new(&spec.namespace, &name).node(NODE).uid(&spec.uid).build(),
+        };
+        // Each third object is not there yet, and comes when the agent has seen the sandbox.
+        if n % 3 != 1 {
+            cluster.server.create(object.clone()).unwrap();
+        }
+        spec.containers.clear();
+        pods.push((mesh, object, cluster.node.run_sandbox(spec).unwrap()));
+    }
+    let agent = cluster.launch().start().ready();
+    for (n, (_, object, _)) in pods.iter().enumerate() {
+        if n % 3 == 1 {
+            cluster.server.create(object.clone()).unwrap();
+        }
+    }
+    for (mesh, _, pod) in &pods {
+        let shown = agent.until(&pod.spec.name, |agent| {
+            shown(agent, pod)
+                .filter(|shown| shown["kind"] != "unknown" && shown["name"] == pod.spec.name.as_str())
+        });
+        let (kind, profile) = mesh.map_or(("exempt", ""), |mesh| ("meshed", mesh.profile));
+        let got = (&shown["kind"], &shown["mesh"], &shown["namespace"], &shown["cgroup"]);
+        let expected =
+            (&json!(kind), &json!(profile), &json!(pod.spec.namespace), &json!(inode(&pod.cgroup)));
+        assert_eq!(got, expected, "{shown}");
+    }
+    let of = |source| agent.metrics().sum("pod_source_pods", &[("source", source)]);
+    agent.until("both sources", |_| ((of("kube"), of("cri")) == (50, 50)).then_some(()));
     assert!(agent.terminate().success());
     cluster.node.stop().unwrap();
 }

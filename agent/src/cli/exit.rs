@@ -58,7 +58,7 @@ Example:
 pub const CLEANUP: &str = "\
 Exit codes:
   0   nothing of nobypass is left in the kernel
-  1   an agent runs: stop it first
+  1   an agent runs: stop it first; or a node could not be written
   69  the directory is not on a BPF file system";
 pub const VALIDATE: &str = "\
 Exit codes:

@@ -181,7 +181,7 @@ impl Scene<'_> {
         let first = self.pod(&node, &Server::unique("pod")).await;
         let key = "nobypass.dev/mode";
         let wanted = Wanted { keys: [key].into_iter().collect(), ..Wanted::default() };
-        let (source, _) = KubeSource::new(KubeOptions::new(&node, wanted));
+        let (source, _) = KubeSource::new(KubeOptions::new(&node, watch::channel(wanted).1));
         let (out, mut updates) = mpsc::channel(16);
         let _task = Aborted(tokio::spawn(source.run(self.client.clone(), out)));
         let mut updates = async |name: &str, mode: Option<&str>| loop {

@@ -229,7 +229,7 @@ fn while_modes_change_a_flood_is_counted_to_the_unit() {
 }
 
 #[test]
-fn a_newer_word_of_another_writer_is_not_overwritten_by_a_stale_one() {
+fn kubearmor_2123_a_newer_word_of_another_writer_is_not_overwritten_by_a_stale_one() {
     let mut rig = Rig::new("");
     let mut maps = rig.node.machine.maps();
     let entry = rig.entry();

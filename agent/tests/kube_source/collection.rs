@@ -7,7 +7,7 @@ use nobypass_testkit::apiserver::{ApiServer, Cut, Fault, Pod};
 use crate::harness::{Harness, NODE, parameter, patience, pod};
 
 #[tokio::test]
-async fn five_thousand_pods_elsewhere_cost_nothing() {
+async fn kubewarden_716_five_thousand_pods_elsewhere_cost_nothing() {
     let elsewhere = |n: usize| Pod::new("big", &format!("p{n}")).node(&format!("other{}", n % 100)).build();
     let mut h = Harness::with((0..5_000).map(elsewhere).chain([pod("shop", "web")])).await;
     h.synced().await;

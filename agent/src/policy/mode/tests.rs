@@ -109,7 +109,7 @@ fn an_edit_of_a_running_pod_counts() {
 }
 
 #[test]
-fn enforce_that_cannot_be_is_said_to_be_less() {
+fn tetragon_4997_enforce_that_cannot_be_is_said_to_be_less() {
     let policy = policy("mode: enforce", None);
     for (namespace, unsupported, downgrade) in [
         ("shop", None, None),
