@@ -132,7 +132,7 @@ fn a_bpffs_unmounted_in_the_agents_namespace_lets_nothing_out() {
     };
     let (mut target, agent) = Target::new("unmounted", through);
     let (last, tried) = target.under_load(|| {
-        run("nsenter", &["-t", &agent.pid().to_string(), "-m", "umount", "/sys/fs/bpf"]);
+        run("nsenter", &["-t", &agent.pid().to_string(), "-m", "umount", "-l", "/sys/fs/bpf"]);
         let ended = agent.wait();
         says(&ended, 1, &["/sys/fs/bpf/nobypass"]);
         target.machine.all_is_attached();
