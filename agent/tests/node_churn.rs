@@ -8,7 +8,9 @@
     clippy::unwrap_used,
     clippy::panic,
     clippy::expect_used,
-    reason = "tests stop at the first surprise"
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "tests stop at the first surprise, and a seed that failed is told"
 )]
 
 mod support {

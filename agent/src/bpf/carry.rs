@@ -18,7 +18,7 @@ use nobypass_common::abi::{
 
 use super::error::BpfError;
 use super::hooks::Hook;
-use super::maps::{Maps, is_errno, sum};
+use super::maps::{Maps, is_errno, is_full, sum};
 use super::parents::Parent;
 use super::pins::PinDir;
 use crate::sys::bpf as raw;
@@ -243,10 +243,6 @@ impl Copied {
         }
         Ok(())
     }
-}
-
-fn is_full(error: &MapError) -> bool {
-    is_errno(error, libc::E2BIG) || is_errno(error, libc::ENOSPC)
 }
 
 fn copy_hash<K: Pod, V: Pod>(old: MapData, new: MapData) -> Result<Copied, MapError> {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use nobypass_common::abi::ABI_VERSION;
 
+use super::maps::is_full;
 use crate::cli::exit::Exit;
 use crate::sys::caps::Capabilities;
 
@@ -69,7 +70,7 @@ pub enum BpfError {
     )]
     ForeignExclusive { hook: &'static str, cgroup: PathBuf, ancestor: PathBuf, program: u32, name: String },
     /// A map operation failed.
-    #[error("map {map}: {source}")]
+    #[error("map {map}: {}", of_map(source))]
     Map { map: &'static str, source: aya::maps::MapError },
     /// No pins: nobypass has not run here, or was cleaned up.
     #[error("no nobypass pins in {dir}: the agent has not run on this node, or uses another --bpf-dir")]
@@ -83,6 +84,11 @@ pub enum BpfError {
 }
 
 impl BpfError {
+    /// Whether a map had no room for an entry.
+    pub fn is_full(&self) -> bool {
+        matches!(self, Self::Map { source, .. } if is_full(source))
+    }
+
     /// The exit code of an agent that cannot start for this reason.
     pub fn exit(&self) -> Exit {
         match self {
@@ -120,6 +126,15 @@ impl BpfError {
         let remedy = if denied { Self::NEEDS_CAPS } else { Self::NEEDS_KERNEL };
         Self::Load { what: what.into(), source: Box::new(Chain(Box::new(source))), remedy }
     }
+}
+
+/// The kernel's answer too; a full hash says "argument list too long".
+fn of_map(error: &aya::maps::MapError) -> String {
+    if is_full(error) {
+        return "it is full".into();
+    }
+    let cause = std::error::Error::source(error).map_or(String::new(), |cause| format!(": {cause}"));
+    format!("{error}{cause}")
 }
 
 /// Whether more privilege would have helped. The verifier lets a process without `CAP_PERFMON` do less and then speaks

@@ -11,6 +11,7 @@ use super::attach::{attach_program, load_program};
 use super::error::{Chain, is_denied};
 use super::hooks::Hook;
 use super::kernel::LOG_LEVEL;
+use super::pins::PinDir;
 use crate::sys::caps::{CAP_SYS_ADMIN, Capabilities};
 use crate::sys::mount::{TRACEFS, has_tracefs, is_bpffs};
 
@@ -88,6 +89,12 @@ fn capabilities(have: Capabilities) -> Check {
 fn bpffs(dir: &Path) -> Check {
     let existing = dir.ancestors().find(|path| path.exists()).unwrap_or_else(|| Path::new("/"));
     match is_bpffs(existing) {
+        Ok(true) if PinDir::new(dir).check_none_newer().is_err() => Check::not(
+            Level::Fail,
+            "bpffs",
+            format!("{} has the pins of a later version of nobypass, which stay in effect", dir.display()),
+            "run that version or a later one, or `nobypass cleanup` first, after which nothing is enforced until this one runs",
+        ),
         Ok(true) => Check::pass("bpffs", existing.display().to_string()),
         Ok(false) => Check::not(
             Level::Fail,

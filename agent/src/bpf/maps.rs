@@ -454,6 +454,11 @@ pub fn is_errno(error: &MapError, errno: i32) -> bool {
     matches!(error, MapError::SyscallError(error) if error.io_error.raw_os_error() == Some(errno))
 }
 
+/// Whether a map had no room for an entry: hashes and tries say so in ways of their own.
+pub fn is_full(error: &MapError) -> bool {
+    is_errno(error, libc::E2BIG) || is_errno(error, libc::ENOSPC)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use nobypass_common::abi::PodPolicy;
+use nobypass_common::abi::{PodCounters, PodPolicy};
 use nobypass_common::ids::{Counter, PodKind};
 
 use super::error::BpfError;
@@ -37,12 +37,21 @@ pub fn run(maps: &mut Maps, parent: &Parent) -> Result<(), BpfError> {
     let scratch = Scratch::make(&parent.path)
         .map_err(|error| fail(format!("cannot make a scratch cgroup: {error}")))?;
     let policy = PodPolicy { kind: PodKind::Meshed.code(), level: parent.level + 1, ..PodPolicy::default() };
-    maps.set_policy(scratch.id, &policy)?;
+    let has_entry = match maps.set_policy(scratch.id, &policy) {
+        Ok(()) => true,
+        Err(error) if error.is_full() => false,
+        Err(error) => return Err(error),
+    };
+    // A full map must not keep the agent from coming back. Without room the canary is counted for the node alone, among
+    // others: that something was counted is what can be known.
+    let of_node = if has_entry { Counter::Unattributed } else { Counter::Unknown };
+    let before = count(&maps.totals()?, of_node);
     let outcome =
         connect_in(&scratch.path).map_err(|error| fail(format!("cannot start the canary: {error}")));
-    let counted = maps
-        .counters(scratch.id)
-        .map_or(0, |counters| counters.count.get(Counter::Local.code() as usize).copied().unwrap_or(0));
+    let counted = match maps.counters(scratch.id).filter(|_| has_entry) {
+        Some(counters) => count(&counters, Counter::Local),
+        None => u64::from(count(&maps.totals()?, of_node) > before),
+    };
     maps.forget(scratch.id)?;
     outcome?;
     match counted {
@@ -54,6 +63,10 @@ pub fn run(maps: &mut Maps, parent: &Parent) -> Result<(), BpfError> {
         )),
         n => Err(fail(format!("one connection was counted {n} times: the programs are attached more than once"))),
     }
+}
+
+fn count(counters: &PodCounters, of: Counter) -> u64 {
+    counters.count.get(of.code() as usize).copied().unwrap_or(0)
 }
 
 /// Whether a cgroup below a parent is a canary's, given its path.

@@ -1,14 +1,29 @@
-//! `CLOCK_MONOTONIC`, which `bpf_ktime_get_ns` reads too.
+//! `CLOCK_MONOTONIC` as `bpf_ktime_get_ns` reads it: the machine's, whatever a time namespace adds for us.
 
+use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
 use rustix::time::{ClockId, clock_getres, clock_gettime};
 
 /// Now, ns.
 pub fn monotonic_ns() -> u64 {
+    static OFFSET: OnceLock<i128> = OnceLock::new();
+    let offset = OFFSET.get_or_init(|| {
+        let offsets = std::fs::read_to_string("/proc/self/timens_offsets").unwrap_or_default();
+        monotonic_offset(&offsets).unwrap_or(0)
+    });
     let now = clock_gettime(ClockId::Monotonic);
-    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
+    let here = i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec);
+    u64::try_from(here - offset).unwrap_or(0)
+}
+
+/// What a time namespace adds to `CLOCK_MONOTONIC`, ns, from `/proc/self/timens_offsets` (time_namespaces(7)); programs in
+/// the kernel are in none. Without the file there are no such namespaces.
+fn monotonic_offset(offsets: &str) -> Option<i128> {
+    let line = offsets.lines().find_map(|line| line.strip_prefix("monotonic"))?;
+    let mut numbers = line.split_whitespace().map(str::parse::<i64>);
+    let (seconds, rest) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    Some(i128::from(seconds) * 1_000_000_000 + i128::from(rest))
 }
 
 /// Ticks of the kernel's clock in a second (`CONFIG_HZ`): the coarse clock goes on with each (`posix_get_coarse_res`,
@@ -43,4 +58,22 @@ pub fn boot_time_ns() -> i64 {
     let now = clock_gettime(ClockId::Realtime);
     let ns = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
     ns(now.tv_sec, now.tv_nsec).saturating_sub(ns(up.tv_sec, up.tv_nsec))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_namespaces_offset_is_read() {
+        for (offsets, ns) in [
+            ("monotonic           0         0\nboottime            0         0\n", Some(0)),
+            ("monotonic      864000       500\nboottime      1728000         0\n", Some(864_000_000_000_500)),
+            ("monotonic         -10 999999999\nboottime            0         0\n", Some(-9_000_000_001)),
+            ("", None),
+            ("monotonic soon\n", None),
+        ] {
+            assert_eq!(monotonic_offset(offsets), ns, "{offsets:?}");
+        }
+    }
 }

@@ -37,6 +37,7 @@ one try, one report:
 many tries, one report:
   again ADDR PORT N                      N connects one after the other (--nonblock, --mapped, --interval-ms 0) and how
                                          long they took
+  datagrams ADDR PORT N                  N datagrams, one after the other, and no answer awaited
   flood ADDR PORT N                      N connects, closed at once (--wait-ms 0, --parallel 1)
   first-packet ADDR PORT                 --parent DIR --count N --enter procs|clone3 (--parallel 128, --prefix UID):
                                          new cgroup, new process, first action connect
@@ -82,6 +83,7 @@ fn run(o: &Options) -> Result<String, String> {
         "rawsyn" => raw::syn(o.target()?, o),
         "afpacket" => raw::packet(o.target()?, o),
         "again" => again::run(o.target()?, o),
+        "datagrams" => udp::datagrams(o.target()?, o),
         "flood" => flood::run(o.target()?, o),
         "first-packet" => first::run(o.target()?, o),
         "server" => server::run(&o.ports()?, o),

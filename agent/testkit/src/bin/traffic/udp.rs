@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use crate::options::Options;
-use crate::report::{At, Failed, Try, timed_out};
+use crate::report::{At, Failed, Line, Try, timed_out};
 use crate::sys::{self, Address};
 
 /// Sends datagrams and waits for each echo; `sent` and `echoed` say how far it came.
@@ -37,6 +37,15 @@ pub fn exchange(target: SocketAddr, o: &Options) -> Result<String, String> {
         Ok(())
     })();
     Ok(seen.line(&result).raw("sent", sent).raw("echoed", echoed).end())
+}
+
+/// Sends datagrams and waits for nothing; `refused` are those for which the system call failed.
+pub fn datagrams(target: SocketAddr, o: &Options) -> Result<String, String> {
+    let count: u64 = o.nth(3)?.ok_or("how many?")?;
+    let fd = sys::socket(sys::family(target.ip()), libc::SOCK_DGRAM, 0).map_err(|error| error.to_string())?;
+    let address = Address::from(target);
+    let refused = (0..count).filter(|_| sys::send_to(&fd, b"datagram", 0, &address).is_err()).count();
+    Ok(Line::new("datagrams").raw("tried", count).raw("refused", refused).end())
 }
 
 /// As recv, a timeout being ours.
