@@ -69,13 +69,17 @@ fn shown(args: &Args) -> Result<String, (Exit, String)> {
 
 /// Shows it again and again, until interrupted or until nobody reads. An agent that is not there may come.
 fn watch(args: &Args, pause: Duration) -> Exit {
+    let clock = match runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(Exit::Failed, &format!("cannot start: {error}")),
+    };
     let mut out = std::io::stdout();
     let terminal = out.is_terminal();
     loop {
         let text = shown(args).unwrap_or_else(|(_, why)| format!("nobypass: {why}\n"));
         let text = if terminal { over(&text) } else { text + "\n" };
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            Ok(()) => std::thread::sleep(pause),
+            Ok(()) => clock.block_on(async { tokio::time::sleep(pause).await }),
             Err(error) if error.kind() == ErrorKind::BrokenPipe => return Exit::Ok,
             Err(error) => return fail(Exit::Failed, &format!("cannot write to standard output: {error}")),
         }
