@@ -28,6 +28,7 @@ use nobypass::bpf::Maps;
 use nobypass_common::abi::{POD_FASTFAIL4, POD_FASTFAIL6, PodName, PodPolicy};
 use nobypass_common::ids::PodKind;
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
+use nobypass_testkit::figures::Figure;
 use nobypass_testkit::netns::{FAR4, FAR6, PodNet, World, world_with_pod};
 use nobypass_testkit::proc::{self, Proc};
 use nobypass_testkit::redirect::{Variant, apply_redirect};
@@ -85,13 +86,10 @@ fn connects(scene: &Scene, v4: bool, tries: usize) -> Report {
     traffic.option("timeout-ms", 20_000).run(&[&"again", &to, &8080, &tries]).unwrap()
 }
 
-/// Prints a line, and says whether the promise is kept.
+/// Tells the figures, and says whether the promise is kept.
 fn show(what: &str, [p50, p99, most]: [u64; 3], promise: u64) -> bool {
-    let broken = if p99 <= promise { "" } else { ": BROKEN" };
-    println!(
-        "  {what:<46} p50 {p50:>6} µs, p99 {p99:>6} µs, most {most:>7} µs   promised ≤ {promise}{broken}"
-    );
-    p99 <= promise
+    let figure = format!("p50 {p50} µs, p99 {p99} µs, most {most} µs");
+    Figure::new(what, figure).promised(format!("p99 ≤ {promise} µs"), p99 <= promise).tell().unwrap()
 }
 
 fn of(report: &Report) -> [u64; 3] {
@@ -142,7 +140,11 @@ fn main() -> ExitCode {
         let report = connects(&scene, v4, tries);
         assert_eq!(report.json()["ends"]["ECONNABORTED"].as_u64(), u64::try_from(tries).ok(), "{report}");
         let family = if v4 { "IPv4" } else { "IPv6" };
-        kept &= show(&format!("refused at the SYN, {family}"), of(&report), FIRST);
+        kept &= show(
+            &format!("a refused `connect()`, {family}, the first ones: at the SYN, `ECONNABORTED`"),
+            of(&report),
+            FIRST,
+        );
     }
     name(&mut maps, scene.id);
     agent.kill();
@@ -155,11 +157,20 @@ fn main() -> ExitCode {
         let report = connects(&scene, v4, tries);
         assert!(report.json()["ends"]["EPERM"].as_u64() > Some(0), "{report}");
         let family = if v4 { "IPv4" } else { "IPv6" };
-        kept &= show(&format!("refused by connect(2), {family}"), of(&report), LATER);
+        kept &= show(
+            &format!("a refused `connect()`, {family}, later ones: by connect(2), `EPERM`"),
+            of(&report),
+            LATER,
+        );
     }
-    kept &= show("a question, no rules", questions(&agent, &scene, tries), QUESTION);
+    kept &=
+        show("a question to a pod, both families, without rules", questions(&agent, &scene, tries), QUESTION);
     apply_redirect(&scene.net.ns, Variant::IptablesLinkerd).unwrap();
-    kept &= show("a question, Linkerd's iptables rules", questions(&agent, &scene, tries), QUESTION);
+    kept &= show(
+        "a question to a pod, both families, with Linkerd's iptables rules",
+        questions(&agent, &scene, tries),
+        QUESTION,
+    );
     agent.kill();
     if kept { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -213,7 +213,7 @@ fn pod(
     name: Option<nobypass_common::abi::PodName>,
 ) -> PodStatus {
     let kind = PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown);
-    let unsupported = view.is_some_and(|view| view.unsupported);
+    let unsupported = view.is_some_and(|view| view.unsupported.is_some());
     let verdicts = state.as_ref().map_or_else(|| of_pod(counters, unsupported, now), PodState::verdicts);
     let mode = if policy.mode == MODE_INHERIT { config.mode } else { policy.mode };
     let (namespace, pod_name, mesh) = match (view, name) {

@@ -227,6 +227,42 @@ fn refusals_of_the_api_server_are_said_in_the_log_with_what_to_do() {
 }
 
 #[test]
+fn a_policy_that_reads_other_labels_is_followed_without_a_restart() {
+    const POLICY: &str = "apiVersion: nobypass.dev/v1alpha1\n";
+    const WITH_PROFILE: &str = "namespaces: [{matchLabels: {team.io/tier: gold}, mode: enforce}]\n\
+        profiles:\n- name: team\n  recognise: {any: [{label: {key: team.io/mesh}}]}\n  \
+        containers: {proxy: [sidecar]}\n  ports: {outbound: 1, inbound: 2}\n";
+    let cluster = Cluster::new();
+    let policy = cluster.machine.home.path().join("policy.yaml");
+    std::fs::write(&policy, POLICY).unwrap();
+    let mut shop = namespace("shop");
+    shop["metadata"]["labels"] = json!({"team.io/tier": "gold"});
+    cluster.server.create(shop).unwrap();
+    let (pod, proxy) = cluster.cgroups(1);
+    let object = Object::new("shop", "web").node(NODE).uid(&uid(1)).label("team.io/mesh", "on");
+    let object = object.container("sidecar", "s:1").running("app", &format!("containerd://{}", id(1, "app")));
+    cluster
+        .server
+        .create(object.running("sidecar", &format!("containerd://{}", id(1, "proxy"))).build())
+        .unwrap();
+    let path = policy.display().to_string();
+    let agent = cluster.launch("kube").args(["--policy", &path]).start().ready();
+    wait_for(&agent, pod.id().unwrap(), ("web", "exempt", 0));
+
+    std::fs::write(&policy, format!("{POLICY}{WITH_PROFILE}")).unwrap();
+    wait_for(&agent, pod.id().unwrap(), ("web", "meshed", proxy.id().unwrap()));
+    agent.until("the namespace's rule", |agent| {
+        let status = agent.status();
+        let web = status["pods"].as_array().unwrap().iter().find(|pod| pod["name"] == "web")?;
+        (web["mode"] == "enforce" && web["mesh"] == "team").then_some(())
+    });
+    agent.line(&["other labels or annotations are wanted", "listed anew"]);
+    let body = agent.get("/readyz").unwrap().1;
+    assert!(!body.contains("restart"), "{body}");
+    assert!(agent.terminate().success());
+}
+
+#[test]
 fn a_label_on_the_namespace_is_heard_of() {
     // Until a profile reads it nothing shows but that the collection is followed.
     let cluster = Cluster::new();

@@ -415,3 +415,35 @@ fn connections_older_than_the_programs_are_found_and_aborted() {
     drop(scene.pod);
     agent.kill();
 }
+
+/// The kernel lists sockets one after the other, while applications begin connections.
+#[test]
+fn a_redirected_connection_that_begins_now_is_not_taken_for_an_old_one() {
+    const LOOKS: usize = 500;
+    let machine = Machine::new();
+    let agent = machine.launch().start().attached();
+    let mut maps = machine.maps();
+    let scene = Scene::new(&machine, &mut maps);
+    let _proxy = scene.repair();
+    let chatter = || {
+        let traffic = scene.traffic().option("interval-ms", 0);
+        let words: [&dyn std::fmt::Display; 3] = [&"chatter", &FAR4, &PORT];
+        proc::spawn(traffic.command(&words).unwrap()).unwrap()
+    };
+    let _applications = [chatter(), chatter(), chatter()];
+    let (sockets, _) = sockets();
+    let rules = Rules {
+        proxy_cgroup: scene.proxy.id().unwrap(),
+        proxy_uid: None,
+        families: [true; 2],
+        exemptions: Exemptions::default(),
+    };
+    let wrong = (0..LOOKS).map(|_| list(&sockets, scene.id, &rules, &[]).len()).sum::<usize>();
+    let counters = maps.counters(scene.id).unwrap();
+    assert!(
+        counters.count[Counter::RedirectProof.code() as usize] > 100,
+        "the applications connect: {counters:?}"
+    );
+    assert_eq!(wrong, 0, "of {LOOKS} looks");
+    agent.kill();
+}

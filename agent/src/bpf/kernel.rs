@@ -18,6 +18,7 @@ use super::attach::{
     attach_program, attach_tracepoint, check_not_stacked, explain_refusal, load_program, overridden,
     pin_link, program_fd,
 };
+use super::carry::{Older, Taken, give_back};
 use super::error::{BpfError, Chain};
 use super::hooks::Hook;
 use super::maps::{Maps, PER_POD, PINNED};
@@ -67,6 +68,8 @@ pub struct Kernel {
     adopted: bool,
     /// Tracepoint links that this kernel cannot pin (before 5.15): they live as long as the agent.
     unpinned: Vec<(Hook, TracePointLink)>,
+    /// Links of another version, until it is replaced.
+    taken: Vec<Taken>,
     /// Held for as long as this lives.
     _lock: Option<File>,
 }
@@ -81,9 +84,11 @@ impl Kernel {
         dir.prepare()?;
         let lock = dir.lock()?;
         let adopted = dir.map("CONFIG").exists();
-        match Self::start_in(&dir, adopted, options, parents) {
-            Ok(kernel) => Ok(Self { _lock: Some(lock), ..kernel }),
+        let mut taken = Vec::new();
+        match Self::start_in(&dir, adopted, options, parents, &mut taken) {
+            Ok(kernel) => Ok(Self { taken, _lock: Some(lock), ..kernel }),
             Err(error) => {
+                give_back(taken);
                 if !adopted {
                     discard(&dir);
                 }
@@ -97,7 +102,9 @@ impl Kernel {
         adopted: bool,
         options: &Options,
         parents: &[Parent],
+        taken: &mut Vec<Taken>,
     ) -> Result<Self, BpfError> {
+        let older = Older::find(dir)?;
         for parent in parents {
             check_not_stacked(dir, parent)?;
         }
@@ -115,10 +122,18 @@ impl Kernel {
             degraded,
             adopted,
             unpinned: Vec::new(),
+            taken: Vec::new(),
             _lock: None,
         };
         kernel.maps.beat()?;
+        if let Some(older) = &older {
+            older.carry_pods(dir)?;
+            older.take_links(dir, &kernel.wanted(), parents, taken)?;
+        }
         kernel.set_parents(parents)?;
+        if let Some(older) = &older {
+            older.carry_counters(&mut kernel.maps)?;
+        }
         if !parents.iter().all(starts_at_the_root) {
             for hook in Hook::TRACEPOINT {
                 kernel.degrade(
@@ -131,12 +146,13 @@ impl Kernel {
         Ok(kernel)
     }
 
-    /// Removes the pins of other versions, whose programs have worked beside these until now. To be called once these
-    /// are proven to work.
+    /// Removes what other versions left. To be called once our programs are proven to work: from then on there is no way
+    /// back.
     ///
     /// # Errors
     /// [`BpfError::Pin`].
-    pub fn replace_others(&self) -> Result<(), BpfError> {
+    pub fn replace_others(&mut self) -> Result<(), BpfError> {
+        self.taken.clear();
         let old = self.dir.remove_others()?;
         if old > 0 {
             tracing::info!(pins = old, "removed the pins of another version");
@@ -144,8 +160,10 @@ impl Kernel {
         Ok(())
     }
 
-    /// Detaches what [`Kernel::start`] attached, because it turned out not to work. What was adopted stays as it was.
+    /// Detaches what [`Kernel::start`] attached, because it turned out not to work. What was adopted stays as it was, and
+    /// what was another version's works as before.
     pub fn withdraw(self) {
+        give_back(self.taken);
         if !self.adopted {
             discard(&self.dir);
         }
@@ -383,7 +401,8 @@ fn load_object(dir: &PinDir, max_pods: u32) -> Result<Ebpf, BpfError> {
         loader.map_pin_path(name, dir.map(name));
     }
     for name in PER_POD {
-        loader.map_max_entries(name, max_pods);
+        // One more for the node.
+        loader.map_max_entries(name, if name == "CARRIED" { max_pods.saturating_add(1) } else { max_pods });
     }
     loader.load(OBJECT).map_err(|error| BpfError::load("the eBPF maps", error))
 }

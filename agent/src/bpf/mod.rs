@@ -1,6 +1,7 @@
 //! The kernel half as the agent sees it: load, pin, attach, adopt, verify. Knows no Kubernetes.
 
 pub mod attach;
+pub mod carry;
 pub mod error;
 pub mod events;
 pub mod features;

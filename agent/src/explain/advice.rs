@@ -30,6 +30,11 @@ pub(super) fn next(explained: &Explanation, lost_hooks: &[String]) -> Vec<String
                     .to_owned(),
             );
         }
+        Some(Downgrade::GroupRules) => next.push(
+            "enforce is asked for and cannot be had: take the rules by group from the pod's mesh, exempt users (UID) or ports \
+             instead"
+                .to_owned(),
+        ),
         None => {}
     }
     for said in

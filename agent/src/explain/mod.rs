@@ -15,6 +15,7 @@ use crate::bpf::Maps;
 use crate::detect::report::Report;
 use crate::detect::verdict::{count, mode_label};
 use crate::detect::{Family, PodState};
+use crate::mesh::role::runs_to_completion;
 use crate::mesh::{Exemptions, Listed, Membership, MeshRole, Profiles, UserPorts, recognise};
 use crate::pods::model::{Container, State};
 use crate::policy::effective::Traffic;
@@ -46,6 +47,10 @@ pub struct Explanation {
     pub reason: String,
     /// Why, in a sentence.
     pub recognition: String,
+    /// Where a meshed pod stands (`before_redirect`, `starting`, `running`, `draining`, `finished`); else empty.
+    pub phase: String,
+    /// A meshed pod is meant to end, as a job's; false while only the container runtime has told of it.
+    pub ends_by_itself: bool,
     /// The verdicts, in the order IPv4, IPv6.
     pub families: Vec<FamilyExplained>,
     /// The mode.
@@ -202,6 +207,10 @@ pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
         None => PodState::new(Arc::clone(view), 0, kernel.now),
     };
     let membership = view.facts.as_deref().map(|facts| recognise(facts, profiles.as_slice()));
+    let meshed = match &membership {
+        Some(Membership::Meshed(meshed)) => Some(meshed),
+        _ => None,
+    };
     let profile = profiles.named(&view.mesh);
     let choice = view.choice.as_ref();
     let mode = ModeExplained {
@@ -222,6 +231,8 @@ pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
         kind: view.kind.label().into(),
         reason: view.reason.into(),
         recognition: sentence::recognition(view, membership.as_ref(), profile),
+        phase: meshed.map_or("", |meshed| meshed.phase.as_str()).into(),
+        ends_by_itself: meshed.is_some() && view.facts.as_deref().and_then(runs_to_completion) == Some(true),
         families: Family::ALL.iter().map(|family| family_of(&fresh, *family, kernel.now)).collect(),
         mode,
         traffic: view.traffic.map(traffic),
@@ -278,6 +289,8 @@ pub fn from_pins(maps: &Maps, cgroup: u64, kernel: &Kernel) -> Explanation {
         kind: kind.label().into(),
         reason: String::new(),
         recognition: "only a running agent knows why".into(),
+        phase: String::new(),
+        ends_by_itself: false,
         families: families.collect(),
         mode: ModeExplained {
             mode: mode_label(kernel.mode()).into(),

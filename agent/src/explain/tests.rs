@@ -33,7 +33,7 @@ fn view(policy: &Effective, annotations: &[(&str, &str)]) -> PodView {
     let mut validator = Container::new("linkerd-network-validator");
     (validator.state, validator.exit_code) = (State::Exited, Some(95));
     facts.containers = vec![proxy, validator, Container::new("app")];
-    let choice = mode::choose(&facts, policy, false);
+    let choice = mode::choose(&facts, policy, None);
     PodView {
         namespace: "shop".into(),
         name: "cart-0".into(),

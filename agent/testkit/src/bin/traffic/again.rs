@@ -21,6 +21,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     };
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
     let mut took = Vec::with_capacity(total);
+    let cpu = sys::cpu_time();
     let (mut succeeded, mut failed_again) = (false, 0_u64);
     for _ in 0..total {
         std::thread::sleep(pause);
@@ -34,6 +35,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
         took.push(start.elapsed().as_micros());
         *ends.entry(end).or_default() += 1;
     }
+    let cpu = sys::cpu_time().saturating_sub(cpu);
     let first = took.first().copied().unwrap_or(0);
     took.sort_unstable();
     let at = |part: usize| {
@@ -47,6 +49,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
         .raw("p50_us", at(50))
         .raw("p99_us", at(99))
         .raw("max_us", at(100))
+        .raw("cpu_us", cpu.as_micros())
         .end())
 }
 

@@ -44,6 +44,8 @@ until a signal, or the end of standard input with --stdin (where the line `stats
   server PORT...                         answers plain or mesh on TCP, echoes UDP; IPv4 and IPv6
   proxy PORT...                          transparent proxy by original destination (--tproxy, --mark N;
                                          --passthrough PORT: what comes there goes on from 127.0.0.6 or ::6)
+  chatter ADDR PORT                      as tcp4 again and again (--interval-ms 20); a line a change, and a line for each
+                                         answer that is plain
   pause                                  nothing; reaps children
 options:
   --cgroup DIR  --netns PATH  --gid N  --uid N   where and as whom, applied in this order before anything else
@@ -74,6 +76,7 @@ fn run(o: &Options) -> Result<String, String> {
         "nonblocking" => tcp::nonblocking(o.target()?, o),
         "retries" => tcp::retries(o.target()?, o),
         "hold" => tcp::hold(o.target()?, o),
+        "chatter" => tcp::chatter(o.target()?, o),
         "udp" => udp::exchange(o.target()?, o),
         "ping" => udp::ping(o.address(1)?, o),
         "rawsyn" => raw::syn(o.target()?, o),

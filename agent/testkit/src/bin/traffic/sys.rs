@@ -451,3 +451,29 @@ pub fn wait_any() -> io::Result<(c_int, c_int)> {
         }
     }
 }
+
+/// CPU time of this process so far, also in the kernel on its behalf.
+pub fn cpu_time() -> Duration {
+    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+/// Time since the machine started.
+pub fn monotonic() -> Duration {
+    clock(libc::CLOCK_MONOTONIC)
+}
+
+fn clock(id: libc::clockid_t) -> Duration {
+    // SAFETY: all zeroes is a valid timespec, and the pointer is to a live one.
+    let now = unsafe {
+        let mut now: libc::timespec = MaybeUninit::zeroed().assume_init();
+        libc::clock_gettime(id, &raw mut now);
+        now
+    };
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    Duration::new(seconds, u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+#[expect(clippy::disallowed_methods, reason = "an application's own pause")]
+pub fn sleep(time: Duration) {
+    std::thread::sleep(time);
+}

@@ -153,6 +153,27 @@ fn wait_connected(fd: &OwnedFd, limit: Duration) -> io::Result<()> {
     sys::socket_error(fd)
 }
 
+/// An application that connects all the time: a line for each answer that did not come through the mesh, and for each
+/// change. `at_ns`, of `CLOCK_MONOTONIC`, is from before the connect.
+pub fn chatter(target: SocketAddr, o: &Options) -> Result<String, String> {
+    let limit = o.timeout(300)?;
+    let pause = Duration::from_millis(o.number("interval-ms")?.unwrap_or(20));
+    let mut last = String::new();
+    loop {
+        let at_ns = sys::monotonic().as_nanos();
+        let mut seen = Try::new("chatter");
+        let saw = match talk(&mut seen, "tcp4", target, limit) {
+            Ok(()) => seen.answer.unwrap_or_default(),
+            Err(Failed { error, .. }) => report::errno_name(&error),
+        };
+        if saw == "plain" || saw != last {
+            report::say(&report::Line::new("chatter").text("saw", &saw).raw("at_ns", at_ns).end());
+        }
+        last = saw;
+        sys::sleep(pause);
+    }
+}
+
 /// Keeps a connection alive until it breaks (reported with its errno) or standard input ends (reported as ok).
 pub fn hold(target: SocketAddr, o: &Options) -> Result<String, String> {
     let limit = o.timeout(2000)?;
