@@ -20,11 +20,12 @@ use std::process::ExitCode;
 use nobypass_common::abi::{CONFIG_JUDGE_NON_TCP, PodPolicy};
 use nobypass_common::ids::{Counter, PodKind};
 use nobypass_testkit::bpf::{Skb, empty_program, test_run};
+use nobypass_testkit::figures::Figure;
 use support::lab::{DEVICE, Lab, with_lab};
 use support::packets::{ACK, SYN, tcp, udp, v4, v6};
 
 /// How many pods the maps hold.
-const PODS: [u32; 2] = [10, 1_000];
+const PODS: [u32; 3] = [10, 1_000, 10_000];
 
 /// One kind of packet, of one kind of pod.
 struct Case {
@@ -105,6 +106,7 @@ fn number(name: &str, default: u32) -> u32 {
 fn measure(lab: &mut Lab, mut other: Option<&mut Lab>, rounds: u32, repeat: u32) -> bool {
     let mut kept = true;
     let (empty, cases) = (empty_program().unwrap(), cases());
+    let mut medians = vec![Vec::new(); cases.len()];
     for pods in PODS {
         lab.fill(pods - 1);
         if let Some(other) = other.as_deref_mut() {
@@ -123,11 +125,34 @@ fn measure(lab: &mut Lab, mut other: Option<&mut Lab>, rounds: u32, repeat: u32)
             }
         }
         println!("{pods} pods, ns a packet over an empty program, {rounds} rounds of {repeat} packets");
-        for (case, (ours, theirs)) in cases.iter().zip(samples) {
+        for (n, (case, (ours, theirs))) in cases.iter().zip(samples).enumerate() {
+            medians[n].push(median(&ours));
             kept &= show(case, ours, theirs);
         }
     }
+    for (case, medians) in cases.iter().zip(medians).filter(|(case, _)| case.promise.is_some()) {
+        tell(case, &medians);
+    }
     kept
+}
+
+fn median(samples: &[i64]) -> i64 {
+    Spread::of(samples.to_vec()).median
+}
+
+/// The figures of all numbers of pods.
+fn tell(case: &Case, medians: &[i64]) {
+    let list = medians.iter().map(ToString::to_string).collect::<Vec<_>>().join(" / ");
+    let pods = PODS.map(|pods| pods.to_string()).join(" / ");
+    let figure = Figure::new(
+        format!("{}, over an empty program, with {pods} pods in the maps", case.name),
+        format!("{list} ns (medians)"),
+    );
+    let figure = match case.promise {
+        Some(most) => figure.promised(format!("≤ {most} ns"), medians.iter().all(|ns| *ns <= most)),
+        None => figure,
+    };
+    figure.tell().unwrap();
 }
 
 /// Prints a case's figures, and says whether its promise is kept.

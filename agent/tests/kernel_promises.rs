@@ -23,6 +23,7 @@ use nobypass::detect::verdict::{bypasses, count};
 use nobypass_common::abi::{NAME_MAX, PodCounters, PodName, PodPolicy};
 use nobypass_common::ids::{Counter, PodKind};
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
+use nobypass_testkit::figures::Figure;
 use nobypass_testkit::netns::{FAR4, Netns, world_with_pod};
 use nobypass_testkit::traffic::Traffic;
 use nobypass_testkit::wait;
@@ -91,6 +92,8 @@ fn no_first_packet_of_a_brand_new_pod_gets_out() {
     }
     assert_eq!(count(&maps.totals().unwrap(), Counter::Held), 4 * tries, "each held once, nobody watching");
     assert_eq!(world.syns().unwrap(), 0, "SYNs seen outside");
+    let what = "connections out of brand-new pods whose first action is `connect()`, unknown pods held, agent alive and dead";
+    Figure::new(what, format!("0 of {}", 4 * tries)).promised("0", true).tell().unwrap();
     // The same try without a hold: the test can tell the difference.
     let agent = machine.launch().start().attached();
     assert_eq!(first_packets(&machine, &pod.ns, "clone3", 200), (200, 200));
@@ -171,8 +174,11 @@ fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
 
     // With the usual limit, what is left out is suppressed, not lost, and a new agent reads what waited.
     let agent = machine.launch().start().attached();
+    let before = resident_kb(agent.pid());
     connects += flood(&app, &net.ns, flooded());
     let totals = exact(&maps, connects);
+    let grown = resident_kb(agent.pid()).saturating_sub(before);
+    assert!(grown < 8_000, "memory grew by {grown} kB");
     assert!(count(&totals, Counter::EventsSuppressed) > flooded(), "{totals:?}");
     // What the agent exports is what the kernel counted.
     let status = agent.status();
@@ -183,6 +189,16 @@ fn a_flood_is_counted_to_the_unit_with_and_without_a_reader() {
         agent.log()
     );
     agent.kill();
+    let what = format!("a flood of {connects} bypasses from two processes, with and without a reader");
+    let figure =
+        format!("counter, and emitted + suppressed + lost, exact to the unit; the agent grew by {grown} kB");
+    Figure::new(what, figure).promised("exact; memory flat, log bounded", true).tell().unwrap();
+}
+
+fn resident_kb(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
 /// A pod that ends takes nothing from the sums, nor does an agent that ends after it.

@@ -7,7 +7,7 @@ use crate::headers::Address;
 use crate::ids::COUNTERS;
 
 /// The layout's number.
-pub const ABI_VERSION: u32 = 3;
+pub const ABI_VERSION: u32 = 4;
 
 /// Parents of pod cgroups that one node can have.
 pub const MAX_PARENTS: usize = 4;
@@ -339,6 +339,9 @@ pub struct PodName {
     /// Mesh profile, zero-padded.
     pub mesh: [u8; 32],
 }
+
+/// Key of map `CARRIED` that is no pod: the node's sums.
+pub const CARRIED_NODE: u64 = 0;
 
 /// Key of map `LEDGER` (hash): whose sums. Only the agent uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -117,6 +117,17 @@ pub const fn effective_mode(node: u32, pod: u32) -> u32 {
     if pod == MODE_INHERIT { node } else { pod }
 }
 
+/// Whether new connections of a pod that nobody has classified, first seen at `since_ns`, are held at `now_ns`.
+#[inline(always)]
+pub const fn holds(settings: &Settings, since_ns: u64, now_ns: u64, agent_seen_ns: u64) -> bool {
+    let alone =
+        settings.max_silence_ns != 0 && now_ns.saturating_sub(agent_seen_ns) > settings.max_silence_ns;
+    settings.unknown_policy == UnknownPolicy::Hold.code()
+        && settings.mode != Mode::Off.code()
+        && now_ns.saturating_sub(since_ns) < settings.hold_ns
+        && !alone
+}
+
 /// Whether there has been no agent for longer than the operator lets the programs drop without one.
 #[inline(always)]
 fn is_alone<F: Facts>(settings: &Settings, facts: &mut F) -> bool {
@@ -208,10 +219,9 @@ fn unknown<F: Facts>(
     }
     let first = matches!(facts.syn_origin(), SynOrigin::First | SynOrigin::Raw);
     if packet.ifindex != LOOPBACK_IFINDEX
+        // Asked first: where nothing is held, the time is not either.
         && settings.unknown_policy == UnknownPolicy::Hold.code()
-        && settings.mode != Mode::Off.code()
-        && facts.now_ns().saturating_sub(since_ns) < settings.hold_ns
-        && !is_alone(settings, facts)
+        && holds(settings, since_ns, facts.now_ns(), facts.agent_seen_ns())
     {
         return Judgement {
             verdict: Verdict::Unknown,

@@ -3,6 +3,8 @@
 //! These hooks run before routing and cannot see whether this connection would be redirected. They refuse only
 //! where the agent has confirmed that the pod's connections of that family are not (`POD_FASTFAIL4`/`6`), and let one
 //! through now and then, so that egress can see a repair that nobody told of.
+//!
+//! And, since only here the caller's cgroup is known before the first SYN: `hold` is told of connections that will be held.
 
 use aya_ebpf::bindings::bpf_sock_addr;
 use aya_ebpf::helpers::generated::{bpf_bind, bpf_get_current_ancestor_cgroup_id};
@@ -17,7 +19,7 @@ use nobypass_common::verdict::{self, Packet};
 
 use crate::count::Tally;
 use crate::facts::{has_network, has_port};
-use crate::{pod, refusal};
+use crate::{hold, pod, refusal};
 
 /// Return codes: 0 makes connect(2) fail with EPERM.
 const REFUSE: i32 = 0;
@@ -136,6 +138,10 @@ fn judge(addr: *mut bpf_sock_addr, family: u8, destination: Address, fastfail: u
     }
     // SAFETY: no memory is touched.
     let owner = pod::owner(config, |level| unsafe { bpf_get_current_ancestor_cgroup_id(level as i32) });
+    if hold::ahead(config, &owner) {
+        hold::announce(addr);
+        return ALLOW;
+    }
     let Some(policy) = owner.policy else { return ALLOW };
     if policy.kind != PodKind::Meshed.code()
         || policy.flags & fastfail == 0

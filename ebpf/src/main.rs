@@ -18,6 +18,7 @@ mod connect;
 mod count;
 mod egress;
 mod facts;
+mod hold;
 mod ingress;
 mod lifecycle;
 mod maps;
@@ -26,8 +27,8 @@ mod pod;
 mod probe;
 mod refusal;
 
-use aya_ebpf::macros::{cgroup_skb, cgroup_sock_addr, tracepoint};
-use aya_ebpf::programs::{SkBuffContext, SockAddrContext, TracePointContext};
+use aya_ebpf::macros::{cgroup_skb, cgroup_sock_addr, sock_ops, tracepoint};
+use aya_ebpf::programs::{SkBuffContext, SockAddrContext, SockOpsContext, TracePointContext};
 
 /// `cgroup_skb` return codes (`bpf_prog_run_array_cg_flags`,
 /// <https://github.com/torvalds/linux/blob/v6.12/include/linux/bpf-cgroup.h#L176>).
@@ -62,6 +63,12 @@ pub fn nb_connect4(ctx: SockAddrContext) -> i32 {
 #[cgroup_sock_addr(connect6)]
 pub fn nb_connect6(ctx: SockAddrContext) -> i32 {
     connect::v6(&ctx)
+}
+
+/// Makes the kernel repeat a held SYN soon.
+#[sock_ops]
+pub fn nb_sock_ops(ctx: SockOpsContext) -> u32 {
+    hold::run(&ctx)
 }
 
 /// Knows a pod before its first process.

@@ -60,6 +60,12 @@ pub static NAMES: HashMap<u64, PodName> = HashMap::with_max_entries(1024, 1 /* B
 pub static LEDGER: HashMap<LedgerKey, LedgerSums> =
     HashMap::with_max_entries(4096, 1 /* BPF_F_NO_PREALLOC */);
 
+/// What programs of another layout counted, by pod and for the node (`CARRIED_NODE`). Apart from `COUNTERS`, which only the
+/// programs write; they never read this. Entries set by the loader.
+#[map]
+pub static CARRIED: HashMap<u64, PodCounters> =
+    HashMap::with_max_entries(1024, 1 /* BPF_F_NO_PREALLOC */);
+
 /// Probes under way: one at a time is usual.
 #[map]
 pub static PROBES: HashMap<u64, ProbeRecord> = HashMap::with_max_entries(64, 0);

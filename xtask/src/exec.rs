@@ -1,10 +1,11 @@
 //! Child processes: which cargo, with what environment, and where programs are.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, Result, bail};
 
@@ -16,14 +17,21 @@ const SBIN: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
 const OURS: [&str; 6] =
     ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "OUT_DIR", "RUST_RECURSION_COUNT"];
 
-/// A variable for the environment of everything that this run starts, see [`mark`].
-static MARK: OnceLock<(&str, String)> = OnceLock::new();
+/// Variables for the environment of everything that this run starts, see [`mark`].
+static MARKS: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
 
-/// From now on, what is started carries `name=value` in its environment: its descendants can be told from other
-/// processes of the machine.
+fn marks() -> MutexGuard<'static, BTreeMap<&'static str, String>> {
+    MARKS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// From now on, what is started carries `name=value` in its environment, and what that starts too.
 pub fn mark(name: &'static str, value: String) {
-    // Once for a run; a second call changes nothing.
-    let _ = MARK.set((name, value));
+    marks().insert(name, value);
+}
+
+/// Undoes [`mark`].
+pub fn unmark(name: &str) {
+    marks().remove(name);
 }
 
 /// The checkout this xtask was built from.
@@ -43,9 +51,7 @@ pub fn command(program: impl AsRef<OsStr>) -> Command {
     {
         command.env("PATH", path);
     }
-    if let Some((name, value)) = MARK.get() {
-        command.env(name, value);
-    }
+    command.envs(&*marks());
     for (name, _) in env::vars_os() {
         if name.to_str().is_some_and(|name| OURS.iter().any(|ours| name.starts_with(ours))) {
             command.env_remove(&name);

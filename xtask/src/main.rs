@@ -86,6 +86,9 @@ enum Command {
         #[arg(value_name = "NAME", hide_possible_values = true,
               value_parser = PossibleValuesParser::new(bench::names()))]
         names: Vec<String>,
+        /// Write the figures into README.md; rows of benchmarks that do not run stay
+        #[arg(long)]
+        readme: bool,
         /// For the benchmark itself
         #[arg(last = true)]
         args: Vec<String>,
@@ -159,7 +162,7 @@ fn run(command: Command) -> Result<ExitCode> {
             Err(error).context("cannot start the demo")
         }
         Command::Test { tier, filter } => Ok(end(counted(test::run(&tier, &filter)))),
-        Command::Bench { names, args } => Ok(end(counted(bench::run(&names, &args)))),
+        Command::Bench { names, readme, args } => Ok(end(counted(bench::run(&names, &args, readme)))),
         Command::Render { check: true } => Ok(end(counted(deploy::check()))),
         Command::Render { check: false } => deploy::render().map(|()| ExitCode::SUCCESS),
         Command::Image(args) => image::run(&args).map(|()| ExitCode::SUCCESS),

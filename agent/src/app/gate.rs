@@ -1,5 +1,6 @@
 //! Joins the gate: what the halves say, what the cluster is told.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -26,7 +27,9 @@ use crate::node::gate::{Before, Gate, Inputs, PATIENCE, Part, Reason};
 use crate::node::metrics::Metrics;
 use crate::node::pods::{self, Seen, Selector};
 use crate::node::started::{self, Pod, Started};
+use crate::pods::PodUid;
 use crate::policy::Snapshot;
+use crate::remedy::subject::{self, Subject};
 use crate::server::Health;
 
 /// How often the hooks' state is looked at.
@@ -291,7 +294,7 @@ fn hooks_part(health: &Health) -> Part {
 /// Counts pods that started while the node was not protected, and names them.
 pub(super) async fn follow_started(
     mut summary: watch::Receiver<Summary>,
-    mut snapshots: watch::Receiver<Snapshot>,
+    (mut snapshots, mut subjects): (watch::Receiver<Snapshot>, watch::Receiver<Arc<[Subject]>>),
     (metrics, events): (Metrics, Option<Events>),
     writes: Counter,
 ) -> Ended {
@@ -314,7 +317,8 @@ pub(super) async fn follow_started(
             }
         }
         let snapshot = snapshots.borrow_and_update().clone();
-        let new = count(&mut started, &snapshot);
+        let subjects_now = Arc::clone(&subjects.borrow_and_update());
+        let new = count(&mut started, &snapshot, &subjects_now);
         metrics.started_unprotected.inc_by(started.total() - metrics.started_unprotected.get());
         if !new.is_empty() {
             tracing::warn!(
@@ -333,6 +337,7 @@ pub(super) async fn follow_started(
         tokio::select! {
             changed = summary.changed() => if changed.is_err() { return ("started pods", Ok(())) },
             changed = snapshots.changed() => if changed.is_err() { return ("started pods", Ok(())) },
+            changed = subjects.changed() => if changed.is_err() { return ("started pods", Ok(())) },
             () = wait => {
                 due = None;
                 let all = std::mem::take(&mut names);
@@ -354,16 +359,25 @@ impl Parts {
     }
 }
 
-fn count(started: &mut Started, snapshot: &Snapshot) -> Vec<String> {
-    let meshed = snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && !pod.unsupported);
-    let pods: Vec<(String, String, i64)> = meshed
+fn count(started: &mut Started, snapshot: &Snapshot, subjects: &[Subject]) -> Vec<String> {
+    let bypassing = subjects.iter().filter(|subject| matches!(subject.seen, subject::Seen::Bypassing { .. }));
+    let bypassing: HashSet<PodUid> = bypassing.map(|subject| subject.pod.uid).collect();
+    let meshed =
+        snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && pod.unsupported.is_none());
+    let pods: Vec<(String, String, i64, bool)> = meshed
         .filter_map(|pod| {
             let created = pod.facts.as_ref()?.sandbox.as_ref()?.created_at;
-            Some((pod.uid.to_string(), format!("{}/{}", pod.namespace, pod.name), created))
+            let name = format!("{}/{}", pod.namespace, pod.name);
+            Some((pod.uid.to_string(), name, created, bypassing.contains(&pod.uid)))
         })
-        .filter(|(.., created)| *created > 0)
+        .filter(|(_, _, created, _)| *created > 0)
         .collect();
-    let pods = pods.iter().map(|(uid, name, created)| Pod { uid, name, created: *created });
+    let pods = pods.iter().map(|(uid, name, created, bypassing)| Pod {
+        uid,
+        name,
+        created: *created,
+        bypassing: *bypassing,
+    });
     started.pods(pods).into_iter().map(str::to_owned).collect()
 }
 

@@ -119,7 +119,7 @@ pub(super) fn spawn(
     plan: &Plan,
     client: Option<&Client>,
     endpoint: Option<&PathBuf>,
-    wanted: &Wanted,
+    wanted: &watch::Receiver<Wanted>,
     nudges: mpsc::Receiver<Nudge>,
     out: mpsc::Sender<PodUpdate>,
 ) -> States {

@@ -11,8 +11,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
 use super::older::{Looked, Older};
+use super::packet;
 use super::react::News;
 use crate::bpf::Maps;
+use crate::cgroup::netns::Finder;
 use crate::detect::evidence::{Evidence, Family};
 use crate::detect::tracker::Finding;
 use crate::mesh::{Membership, Meshed, Profiles, recognise};
@@ -24,7 +26,7 @@ use crate::probe::metrics::{Metrics, ResultLabel};
 use crate::probe::schedule::Schedule;
 use crate::probe::target::{Target, target};
 use crate::probe::wire::Ask;
-use crate::probe::{Answer, Answers, Failure, Probed};
+use crate::probe::{Answer, Answers, Failure, PacketSockets, Probed};
 use crate::refuse::sockets::Sockets;
 use crate::sys::clock::monotonic_ns;
 
@@ -41,6 +43,9 @@ pub(super) struct Probing {
     pub snapshots: watch::Receiver<Snapshot>,
     pub refusals: mpsc::Sender<Refuse>,
     pub answers: watch::Sender<Answers>,
+    pub packet: watch::Sender<PacketSockets>,
+    /// `None` where pods' processes cannot be looked for.
+    pub finder: Option<Arc<Finder>>,
     /// To the keeper of verdicts.
     pub findings: Option<mpsc::Sender<Finding>>,
     pub metrics: Metrics,
@@ -59,6 +64,8 @@ struct State {
     probed: BTreeMap<u64, Probed>,
     refused: HashMap<u64, [bool; 2]>,
     older: Older,
+    /// As they were followed last.
+    pods: Arc<HashMap<u64, Arc<PodView>>>,
 }
 
 /// Works until its channels close.
@@ -70,7 +77,8 @@ pub(super) async fn run(
     let mut snapshots = with.snapshots.clone();
     let older = Older::new(&with.old, with.grace);
     let schedule = Schedule::new(with.interval);
-    let mut state = State { with, schedule, probed: BTreeMap::new(), refused: HashMap::new(), older };
+    let (probed, refused, pods) = Default::default();
+    let mut state = State { with, schedule, probed, refused, older, pods };
     state.follow(&snapshots.borrow_and_update().clone());
     let mut look = tokio::time::interval(LOOK);
     loop {
@@ -119,9 +127,19 @@ impl State {
             let sandbox = view.facts.as_ref().and_then(|facts| facts.sandbox.as_ref());
             sandbox.is_none_or(|sandbox| sandbox.ready)
         };
-        let asked = |view: &&Arc<PodView>| view.kind == PodKind::Meshed && !view.unsupported && ready(view);
+        let asked =
+            |view: &&Arc<PodView>| view.kind == PodKind::Meshed && view.unsupported.is_none() && ready(view);
         let live: BTreeSet<u64> = snapshot.pods.values().filter(asked).map(|view| view.cgroup).collect();
-        self.schedule.keep(&live, Instant::now());
+        let now = Instant::now();
+        self.schedule.keep(&live, now);
+        for cgroup in live.iter().filter(|cgroup| {
+            let views = [&self.pods, &snapshot.pods].map(|pods| pods.get(*cgroup));
+            !matches!(views, [Some(before), Some(now)] if Arc::ptr_eq(before, now))
+        }) {
+            self.schedule.changed(*cgroup, now);
+        }
+        self.pods = Arc::clone(&snapshot.pods);
+        packet::keep(&self.with, &live, snapshot);
         let before = self.probed.len();
         self.probed.retain(|cgroup, _| snapshot.pods.contains_key(cgroup));
         self.refused.retain(|cgroup, _| live.contains(cgroup));
@@ -191,6 +209,7 @@ impl State {
         }
         self.refuse(&view, &probed).await;
         self.preexisting(&view, &probed, meshed.as_ref()).await;
+        packet::look(&self.with, &view).await;
         probed
     }
 

@@ -9,12 +9,13 @@ use aya::Ebpf;
 use aya::programs::links::FdLink;
 use aya::programs::trace_point::TracePointLink;
 use aya::programs::{
-    CgroupAttachMode, CgroupSkb, CgroupSkbAttachType, CgroupSockAddr, ProgramError, ProgramFd, TracePoint,
+    CgroupAttachMode, CgroupSkb, CgroupSkbAttachType, CgroupSockAddr, ProgramError, ProgramFd, SockOps,
+    TracePoint,
 };
 
 use super::error::{BpfError, Chain};
 use super::hooks::Hook;
-use super::kernel::Parent;
+use super::parents::Parent;
 use super::pins::PinDir;
 use crate::sys::bpf as raw;
 
@@ -26,6 +27,7 @@ pub fn load_program(ebpf: &mut Ebpf, hook: Hook) -> Result<(), ProgramError> {
     match hook {
         Hook::Egress | Hook::Ingress => program::<CgroupSkb>(ebpf, hook)?.load(),
         Hook::Connect4 | Hook::Connect6 => program::<CgroupSockAddr>(ebpf, hook)?.load(),
+        Hook::SockOps => program::<SockOps>(ebpf, hook)?.load(),
         Hook::Mkdir | Hook::Rmdir => program::<TracePoint>(ebpf, hook)?.load(),
     }
 }
@@ -50,6 +52,11 @@ pub fn attach_program(ebpf: &mut Ebpf, hook: Hook, cgroup: &File) -> Result<FdLi
                 if hook == Hook::Egress { CgroupSkbAttachType::Egress } else { CgroupSkbAttachType::Ingress };
             let program = program::<CgroupSkb>(ebpf, hook)?;
             let id = program.attach(cgroup, attach_type, mode)?;
+            Ok(program.take_link(id)?.try_into().map_err(|_| ProgramError::NotLoaded)?)
+        }
+        Hook::SockOps => {
+            let program = program::<SockOps>(ebpf, hook)?;
+            let id = program.attach(cgroup, mode)?;
             Ok(program.take_link(id)?.try_into().map_err(|_| ProgramError::NotLoaded)?)
         }
         _ => {

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use nobypass_common::abi::ABI_VERSION;
+
 use crate::cli::exit::Exit;
 use crate::sys::caps::Capabilities;
 
@@ -40,6 +42,14 @@ pub enum BpfError {
          modified build; run `nobypass cleanup` and start again"
     )]
     Layout { map: &'static str, dir: PathBuf, found: String, expected: String },
+    /// A later version has been here.
+    #[error(
+        "the pins in {dir} were made by a later version of nobypass (layout {version}, this one knows layouts up to \
+         {ABI_VERSION}): its programs stay in effect and go on enforcing. Run that version or a later one again; to go back \
+         to this one, run `nobypass cleanup` on this node first, after which nothing is judged or enforced here until this \
+         one has started and classified the pods"
+    )]
+    Newer { dir: PathBuf, version: u32 },
     /// The kernel refused the object or its maps.
     #[error("the kernel refused {what}: {source}; {remedy}")]
     Load { what: String, source: Box<dyn std::error::Error + Send + Sync>, remedy: &'static str },
@@ -92,6 +102,7 @@ impl BpfError {
             | Self::Busy { .. }
             | Self::Stacked { .. }
             | Self::Layout { .. }
+            | Self::Newer { .. }
             | Self::Map { .. } => Exit::Failed,
         }
     }

@@ -11,36 +11,25 @@ use std::path::PathBuf;
 use aya::programs::links::FdLink;
 use aya::programs::trace_point::TracePointLink;
 use aya::{Ebpf, EbpfLoader, VerifierLogLevel};
-use nobypass_common::abi::{Config, MAX_LEVELS, MAX_PARENTS};
-use nobypass_common::cgroup_path;
+use nobypass_common::abi::Config;
 
 use super::OBJECT;
 use super::attach::{
     attach_program, attach_tracepoint, check_not_stacked, explain_refusal, load_program, pin_link, program_fd,
 };
+use super::carry::{Older, Taken, give_back};
 use super::error::{BpfError, Chain};
 use super::hooks::Hook;
 use super::maps::{Maps, PER_POD, PINNED};
+use super::parents::{Parent, starts_at_the_root, with_parents};
 use super::pins::PinDir;
 use crate::sys::bpf as raw;
+use crate::sys::clock::ticks_per_second;
 
 /// What the verifier writes down when it refuses a program. aya asks for it in a second attempt, after any failure: with
 /// no level the kernel answers that attempt with `EINVAL`, which hides the reason, and which fails a load that a signal
 /// interrupted (`EAGAIN`).
 pub const LOG_LEVEL: VerifierLogLevel = VerifierLogLevel::DEBUG;
-
-/// A cgroup whose descendants are pods.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Parent {
-    /// Its directory.
-    pub path: PathBuf,
-    /// Its path below the cgroup root: `/kubepods`.
-    pub below_root: String,
-    /// Its level; the root is 0.
-    pub level: u32,
-    /// Its cgroup id.
-    pub cgroup_id: u64,
-}
 
 /// What [`Kernel::start`] needs.
 #[derive(Clone, Debug)]
@@ -52,6 +41,9 @@ pub struct Options {
     /// The settings to start with; parents and levels are filled in here.
     pub config: Config,
 }
+
+/// Parts of a second after which a held SYN is repeated.
+const SYN_RETRY: u32 = 10;
 
 /// A hook that does not work, and why. Egress is never among them: without it nothing starts.
 #[derive(Clone, Debug)]
@@ -75,6 +67,8 @@ pub struct Kernel {
     adopted: bool,
     /// Tracepoint links that this kernel cannot pin (before 5.15): they live as long as the agent.
     unpinned: Vec<(Hook, TracePointLink)>,
+    /// Links of another version, until it is replaced.
+    taken: Vec<Taken>,
     /// Held for as long as this lives.
     _lock: Option<File>,
 }
@@ -89,9 +83,11 @@ impl Kernel {
         dir.prepare()?;
         let lock = dir.lock()?;
         let adopted = dir.map("CONFIG").exists();
-        match Self::start_in(&dir, adopted, options, parents) {
-            Ok(kernel) => Ok(Self { _lock: Some(lock), ..kernel }),
+        let mut taken = Vec::new();
+        match Self::start_in(&dir, adopted, options, parents, &mut taken) {
+            Ok(kernel) => Ok(Self { taken, _lock: Some(lock), ..kernel }),
             Err(error) => {
+                give_back(taken);
                 if !adopted {
                     discard(&dir);
                 }
@@ -105,7 +101,9 @@ impl Kernel {
         adopted: bool,
         options: &Options,
         parents: &[Parent],
+        taken: &mut Vec<Taken>,
     ) -> Result<Self, BpfError> {
+        let older = Older::find(dir)?;
         for parent in parents {
             check_not_stacked(dir, parent)?;
         }
@@ -123,10 +121,18 @@ impl Kernel {
             degraded,
             adopted,
             unpinned: Vec::new(),
+            taken: Vec::new(),
             _lock: None,
         };
         kernel.maps.beat()?;
+        if let Some(older) = &older {
+            older.carry_pods(dir)?;
+            older.take_links(dir, &kernel.wanted(), parents, taken)?;
+        }
         kernel.set_parents(parents)?;
+        if let Some(older) = &older {
+            older.carry_counters(&mut kernel.maps)?;
+        }
         if !parents.iter().all(starts_at_the_root) {
             for hook in Hook::TRACEPOINT {
                 kernel.degrade(
@@ -139,12 +145,13 @@ impl Kernel {
         Ok(kernel)
     }
 
-    /// Removes the pins of other versions, whose programs have worked beside these until now. To be called once these
-    /// are proven to work.
+    /// Removes what other versions left. To be called once our programs are proven to work: from then on there is no way
+    /// back.
     ///
     /// # Errors
     /// [`BpfError::Pin`].
-    pub fn replace_others(&self) -> Result<(), BpfError> {
+    pub fn replace_others(&mut self) -> Result<(), BpfError> {
+        self.taken.clear();
         let old = self.dir.remove_others()?;
         if old > 0 {
             tracing::info!(pins = old, "removed the pins of another version");
@@ -152,8 +159,10 @@ impl Kernel {
         Ok(())
     }
 
-    /// Detaches what [`Kernel::start`] attached, because it turned out not to work. What was adopted stays as it was.
+    /// Detaches what [`Kernel::start`] attached, because it turned out not to work. What was adopted stays as it was, and
+    /// what was another version's works as before.
     pub fn withdraw(self) {
+        give_back(self.taken);
         if !self.adopted {
             discard(&self.dir);
         }
@@ -193,7 +202,7 @@ impl Kernel {
         self.config = with_parents(self.config, parents);
         self.maps.set_config(&self.config)?;
         for parent in parents {
-            for hook in Hook::CGROUP {
+            for hook in self.wanted() {
                 self.attach_cgroup(hook, parent)?;
             }
         }
@@ -202,22 +211,32 @@ impl Kernel {
         Ok(())
     }
 
-    /// Changes the settings; parents stay.
+    /// The cgroup hooks that the settings call for.
+    fn wanted(&self) -> Vec<Hook> {
+        Hook::CGROUP.into_iter().filter(|hook| hook.is_wanted(&self.config)).collect()
+    }
+
+    /// Changes the settings, and attaches or detaches what they ask for; parents stay.
     ///
     /// # Errors
-    /// [`BpfError::Map`].
+    /// [`BpfError`].
     pub fn set_config(&mut self, change: impl FnOnce(&mut Config)) -> Result<(), BpfError> {
         // What the command line changed meanwhile counts.
         let mut config = self.maps.config()?;
         change(&mut config);
+        let before = self.wanted();
         self.config = with_parents(config, &self.parents);
-        self.maps.set_config(&self.config)
+        if self.wanted() == before {
+            return self.maps.set_config(&self.config);
+        }
+        let parents = self.parents.clone();
+        self.set_parents(&parents)
     }
 
-    /// Hooks and whether they are in effect: the kernel's answer, not ours.
+    /// Hooks that the settings call for, and whether they are in effect: the kernel's answer, not ours.
     pub fn effective(&self) -> Vec<(Hook, bool)> {
         let mut effective = Vec::with_capacity(Hook::ALL.len());
-        for hook in Hook::CGROUP {
+        for hook in self.wanted() {
             let everywhere = self.parents.iter().all(|parent| self.is_effective(hook, parent));
             effective.push((hook, everywhere && !self.parents.is_empty()));
         }
@@ -340,19 +359,22 @@ impl Kernel {
         self.degraded.push(Degraded { hook, reason });
     }
 
-    /// Links whose parent is not ours any more: the cgroup is gone, or the operator names others now.
+    /// Links whose parent is not ours any more (the cgroup is gone, or the operator names others now), or whose hook is not
+    /// wanted any more.
     fn remove_links_of_other_parents(&self) {
         let keep: Vec<PathBuf> = self
             .parents
             .iter()
-            .flat_map(|parent| Hook::CGROUP.map(|hook| self.dir.link(hook, Some(parent.cgroup_id))))
+            .flat_map(|parent| {
+                self.wanted().into_iter().map(|hook| self.dir.link(hook, Some(parent.cgroup_id)))
+            })
             .chain(Hook::TRACEPOINT.map(|hook| self.dir.link(hook, None)))
             .collect();
         for pin in self.dir.links().unwrap_or_default() {
             if !keep.contains(&pin)
                 && let Err(error) = fs::remove_file(&pin)
             {
-                tracing::warn!(pin = %pin.display(), %error, "cannot remove the link of a former parent");
+                tracing::warn!(pin = %pin.display(), %error, "cannot remove a link that is not wanted any more");
             }
         }
     }
@@ -365,51 +387,16 @@ fn discard(dir: &PinDir) {
     }
 }
 
-/// Whether a parent's path is the one that the tracepoints show: from the hierarchy's real root.
-fn starts_at_the_root(parent: &Parent) -> bool {
-    let parts = parent.below_root.split('/').filter(|part| !part.is_empty()).count();
-    u32::try_from(parts).is_ok_and(|parts| parts == parent.level)
-}
-
-/// Settings with parents and levels filled in.
-fn with_parents(mut config: Config, parents: &[Parent]) -> Config {
-    config.parents = Default::default();
-    config.parent_count = 0;
-    let mut levels = Vec::with_capacity(MAX_LEVELS);
-    let mut slots = config.parents.iter_mut();
-    for parent in parents.iter().take(MAX_PARENTS) {
-        let Some((prefix, mask, pod_at)) = cgroup_path::prefix(&parent.below_root) else { continue };
-        let Some(slot) = slots.next() else { break };
-        *slot = nobypass_common::abi::Parent {
-            cgroup_id: parent.cgroup_id,
-            level: parent.level,
-            pod_at,
-            prefix,
-            mask,
-        };
-        config.parent_count += 1;
-        levels.extend([parent.level + 1, parent.level + 2]);
-    }
-    // Deepest first: a container's id at a guaranteed pod's container level is in no map, a pod's is.
-    levels.sort_unstable_by(|a, b| b.cmp(a));
-    levels.dedup();
-    config.pod_levels = Default::default();
-    config.level_count = 0;
-    for (slot, level) in config.pod_levels.iter_mut().zip(levels) {
-        *slot = level;
-        config.level_count += 1;
-    }
-    config
-}
-
 fn load_object(dir: &PinDir, max_pods: u32) -> Result<Ebpf, BpfError> {
+    let retry = (ticks_per_second() / SYN_RETRY).max(1);
     let mut loader = EbpfLoader::new();
-    loader.verifier_log_level(LOG_LEVEL);
+    loader.verifier_log_level(LOG_LEVEL).override_global("SYN_RETRY_TICKS", &retry, true);
     for (name, _, _) in PINNED {
         loader.map_pin_path(name, dir.map(name));
     }
     for name in PER_POD {
-        loader.map_max_entries(name, max_pods);
+        // One more for the node.
+        loader.map_max_entries(name, if name == "CARRIED" { max_pods.saturating_add(1) } else { max_pods });
     }
     loader.load(OBJECT).map_err(|error| BpfError::load("the eBPF maps", error))
 }
@@ -450,35 +437,6 @@ fn load_programs(ebpf: &mut Ebpf, degraded: &mut Vec<Degraded>) -> Result<(), Bp
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn parent(below_root: &str, level: u32, cgroup_id: u64) -> Parent {
-        Parent {
-            path: PathBuf::from("/sys/fs/cgroup").join(&below_root[1..]),
-            below_root: below_root.into(),
-            level,
-            cgroup_id,
-        }
-    }
-
-    #[test]
-    fn settings_name_the_levels_of_pods_deepest_first() {
-        let config = with_parents(Config::default(), &[parent("/kubepods", 1, 10)]);
-        assert_eq!((config.level_count, &config.pod_levels[..3]), (2, &[3, 2, 0][..]));
-        assert_eq!((config.parent_count, config.parents[0].cgroup_id), (1, 10));
-        assert_eq!(config.parents[0].pod_at, 10);
-
-        let two = with_parents(config, &[parent("/kubepods", 1, 10), parent("/kubelet/kubepods", 2, 11)]);
-        assert_eq!((two.level_count, &two.pod_levels[..4]), (3, &[4, 3, 2, 0][..]));
-        let none = with_parents(two, &[]);
-        assert_eq!((none.parent_count, none.level_count, none.pod_levels), (0, 0, [0; MAX_LEVELS]));
-    }
-
-    #[test]
-    fn a_root_that_starts_deeper_hides_the_paths_of_the_tracepoints() {
-        assert!(starts_at_the_root(&parent("/kubepods", 1, 10)));
-        assert!(starts_at_the_root(&parent("/kubelet/kubepods", 2, 10)));
-        assert!(!starts_at_the_root(&parent("/kubelet/kubepods", 4, 10)), "kind");
-    }
 
     #[test]
     fn the_object_is_an_elf_file_with_every_program() {

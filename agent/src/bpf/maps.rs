@@ -7,8 +7,8 @@ use std::path::Path;
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
 use nobypass_common::abi::{
-    ABI_VERSION, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
-    ProbeRecord, Refusal,
+    ABI_VERSION, CARRIED_NODE, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName,
+    PodPolicy, PortKey, ProbeRecord, Refusal,
 };
 use nobypass_common::headers::Address;
 use nobypass_common::ids::Mode;
@@ -24,12 +24,13 @@ const fn size<T>() -> u32 {
 }
 
 /// Maps that are pinned: name, key size, value size (0: none of one's own).
-pub const PINNED: [(&str, u32, u32); 17] = [
+pub const PINNED: [(&str, u32, u32); 18] = [
     ("CONFIG", 4, size::<Config>()),
     ("HEARTBEAT", 4, 8),
     ("POLICY", 8, size::<PodPolicy>()),
     ("COUNTERS", 8, size::<PodCounters>()),
     ("TOTALS", 4, size::<PodCounters>()),
+    ("CARRIED", 8, size::<PodCounters>()),
     ("EXEMPT_PORTS", 4 + size::<PortKey>(), 1),
     ("EXEMPT_CIDRS", 4 + size::<CidrKey>(), 1),
     ("EXEMPT_IDS", size::<IdKey>(), 1),
@@ -45,7 +46,17 @@ pub const PINNED: [(&str, u32, u32); 17] = [
 ];
 
 /// Maps with an entry for each pod.
-pub const PER_POD: [&str; 4] = ["POLICY", "COUNTERS", "NAMES", "REFUSALS"];
+pub const PER_POD: [&str; 5] = ["POLICY", "COUNTERS", "CARRIED", "NAMES", "REFUSALS"];
+
+/// Whether a map of this name has the layout of [`PINNED`].
+///
+/// # Errors
+/// As bpf(2) says.
+pub fn has_our_layout(name: &str, map: &MapData) -> Result<bool, MapError> {
+    let info = map.info()?;
+    let found = (info.key_size(), info.value_size());
+    Ok(PINNED.iter().any(|(known, key, value)| *known == name && (*key, *value) == found))
+}
 
 /// The maps, opened from their pins: the agent and, while no agent runs, the command line.
 pub struct Maps {
@@ -54,6 +65,7 @@ pub struct Maps {
     policy: HashMap<MapData, u64, PodPolicy>,
     counters: PerCpuHashMap<MapData, u64, PodCounters>,
     totals: PerCpuArray<MapData, PodCounters>,
+    carried: HashMap<MapData, u64, PodCounters>,
     exempt_ports: LpmTrie<MapData, PortKey, u8>,
     exempt_cidrs: LpmTrie<MapData, CidrKey, u8>,
     exempt_ids: HashMap<MapData, IdKey, u8>,
@@ -111,6 +123,7 @@ impl Maps {
             policy: open!(dir, "POLICY", HashMap),
             counters: open!(dir, "COUNTERS", PerCpuHashMap),
             totals: open!(dir, "TOTALS", PerCpuArray),
+            carried: open!(dir, "CARRIED", HashMap),
             exempt_ports: open!(dir, "EXEMPT_PORTS", LpmTrie),
             exempt_cidrs: open!(dir, "EXEMPT_CIDRS", LpmTrie),
             exempt_ids: open!(dir, "EXEMPT_IDS", HashMap),
@@ -218,18 +231,24 @@ impl Maps {
     pub fn forget(&mut self, pod: u64) -> Result<(), BpfError> {
         absent_is_fine("POLICY", self.policy.remove(&pod))?;
         absent_is_fine("COUNTERS", self.counters.remove(&pod))?;
+        absent_is_fine("CARRIED", self.carried.remove(&pod))?;
         absent_is_fine("REFUSALS", self.refusals.remove(&pod))?;
         absent_is_fine("NAMES", self.names.remove(&pod))
     }
 
-    /// A pod's counters, summed over the CPUs.
+    /// A pod's counters, summed over the CPUs and with what was carried over from another layout.
     pub fn counters(&self, pod: u64) -> Option<PodCounters> {
-        self.counters.get(&pod, 0).ok().map(|values| sum(values.iter()))
+        let counted = self.counters.get(&pod, 0).ok().map(|values| sum(values.iter()));
+        match (counted, self.carried.get(&pod, 0).ok()) {
+            (Some(counted), Some(carried)) => Some(sum([counted, carried].iter())),
+            (counted, carried) => counted.or(carried),
+        }
     }
 
-    /// All pods' counters.
-    pub fn all_counters(&self) -> Vec<(u64, PodCounters)> {
-        self.counters.iter().filter_map(Result::ok).map(|(pod, values)| (pod, sum(values.iter()))).collect()
+    /// The pods that have counters.
+    pub fn counted(&self) -> BTreeSet<u64> {
+        let carried = self.carried.keys().filter_map(Result::ok).filter(|pod| *pod != CARRIED_NODE);
+        self.counters.keys().filter_map(Result::ok).chain(carried).collect()
     }
 
     /// The node's counters.
@@ -237,7 +256,19 @@ impl Maps {
     /// # Errors
     /// [`BpfError::Map`].
     pub fn totals(&self) -> Result<PodCounters, BpfError> {
-        Ok(sum(self.totals.get(&0, 0).map_err(failed("TOTALS"))?.iter()))
+        let counted = sum(self.totals.get(&0, 0).map_err(failed("TOTALS"))?.iter());
+        Ok(match self.carried.get(&CARRIED_NODE, 0) {
+            Ok(carried) => sum([counted, carried].iter()),
+            Err(_) => counted,
+        })
+    }
+
+    /// Sets what the programs of another layout counted, of a pod or of the node (`CARRIED_NODE`).
+    ///
+    /// # Errors
+    /// [`BpfError::Map`], `E2BIG` when it is full.
+    pub fn set_carried(&mut self, of: u64, counters: &PodCounters) -> Result<(), BpfError> {
+        self.carried.insert(of, counters, 0).map_err(failed("CARRIED"))
     }
 
     /// Sets a pod's name for `nobypass status`.
@@ -373,7 +404,7 @@ impl Maps {
 }
 
 /// Adds up the CPUs' values; times are the latest.
-fn sum<'a>(values: impl Iterator<Item = &'a PodCounters>) -> PodCounters {
+pub fn sum<'a>(values: impl Iterator<Item = &'a PodCounters>) -> PodCounters {
     let mut total = PodCounters::ZERO;
     for PodCounters { count, redirect_ns, bypass_ns, bucket_ns: _, bucket_tokens: _ } in values {
         for (sum, count) in total.count.iter_mut().zip(count) {

@@ -82,14 +82,37 @@ impl PinDir {
     /// Checks that the directory can hold pins, whether it exists or not.
     ///
     /// # Errors
-    /// [`BpfError::NotBpffs`], [`BpfError::DotInName`], [`BpfError::Pin`].
+    /// [`BpfError::NotBpffs`], [`BpfError::DotInName`], [`BpfError::Newer`], [`BpfError::Pin`].
     pub fn check(&self) -> Result<(), BpfError> {
         self.check_on_bpffs()?;
         let existing = self.existing();
         if self.base.strip_prefix(existing).is_ok_and(|new| new.to_string_lossy().contains('.')) {
             return Err(BpfError::DotInName { dir: self.base.clone() });
         }
-        Ok(())
+        self.check_none_newer()
+    }
+
+    /// The directories of other layouts, with their numbers.
+    pub fn others(&self) -> Vec<(u32, PathBuf)> {
+        let versions = fs::read_dir(&self.base).into_iter().flatten().flatten().map(|entry| entry.path());
+        versions
+            .filter_map(|path| {
+                let name = path.file_name()?.to_str().filter(|name| is_version(name))?;
+                Some((name.get(1..)?.parse().ok()?, path))
+            })
+            .filter(|(version, _)| *version != ABI_VERSION)
+            .collect()
+    }
+
+    /// Checks that no later version's programs are at work here.
+    ///
+    /// # Errors
+    /// [`BpfError::Newer`].
+    pub fn check_none_newer(&self) -> Result<(), BpfError> {
+        match self.others().into_iter().max() {
+            Some((version, dir)) if version > ABI_VERSION => Err(BpfError::Newer { dir, version }),
+            _ => Ok(()),
+        }
     }
 
     /// As [`PinDir::check`], and makes the directory.

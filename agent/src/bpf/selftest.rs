@@ -15,8 +15,8 @@ use nobypass_common::abi::PodPolicy;
 use nobypass_common::ids::{Counter, PodKind};
 
 use super::error::BpfError;
-use super::kernel::Parent;
 use super::maps::Maps;
+use super::parents::Parent;
 use crate::sys::process::start_in_cgroup;
 
 /// The hidden sub-command that the child runs.

@@ -61,7 +61,13 @@ fn text(status: &Status, all: bool, wide: bool) -> String {
         ));
     }
     let source = if mode_source.is_empty() { String::new() } else { format!(" (by {mode_source})") };
-    text.push_str(&format!(", mode {mode}{source}, unknown pods {unknown_pods}\n"));
+    let total = |name: &str| totals.get(name).copied().unwrap_or(0);
+    // Also after the hold was switched off.
+    let held = match total("held") {
+        0 => String::new(),
+        held => format!(" ({held} connections held so far)"),
+    };
+    text.push_str(&format!(", mode {mode}{source}, unknown pods {unknown_pods}{held}\n"));
     for pending in &agent.pending {
         text.push_str(&format!("not ready: {pending}\n"));
     }
@@ -71,7 +77,6 @@ fn text(status: &Status, all: bool, wide: bool) -> String {
     for hook in hooks.iter().filter(|hook| !hook.effective) {
         text.push_str(&format!("hook {} NOT IN EFFECT: {}\n", hook.hook, hook.reason));
     }
-    let total = |name: &str| totals.get(name).copied().unwrap_or(0);
     text.push_str(&format!(
         "events: {} emitted, {} suppressed, {} lost\n\n",
         total("events_emitted"),
@@ -85,6 +90,14 @@ fn text(status: &Status, all: bool, wide: bool) -> String {
         return text;
     }
     text.push_str(&table(&shown, wide));
+    for pod in shown.iter().filter(|pod| !pod.packet_sockets.is_empty()) {
+        text.push_str(&format!(
+            "note: {}/{} may send by packet sockets, which nothing here sees (CAP_NET_RAW in {})\n",
+            pod.namespace,
+            pod.name,
+            pod.packet_sockets.join(", ")
+        ));
+    }
     text
 }
 

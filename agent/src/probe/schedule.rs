@@ -6,10 +6,9 @@ use std::time::{Duration, Instant};
 
 /// Between two questions to a pod that its evidence asks for.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Before a pod that could not be asked yet is asked again; doubles up to [`LATER`].
+/// Before a pod that could not be asked yet is asked again; doubles up to the interval, since a pod may be without a
+/// process for long, and what changes it is news.
 const EARLY: Duration = Duration::from_millis(50);
-/// See [`EARLY`].
-const LATER: Duration = Duration::from_secs(10);
 
 /// See the module.
 #[derive(Debug)]
@@ -53,6 +52,13 @@ impl Schedule {
         }
     }
 
+    /// A pod is another than it was: who could not be asked yet may be asked now.
+    pub fn changed(&mut self, cgroup: u64, now: Instant) {
+        if self.pods.get(&cgroup).is_some_and(|pod| pod.failures > 0) {
+            self.soon(cgroup, now);
+        }
+    }
+
     /// A pod is asked at this time, if not before.
     pub fn by(&mut self, cgroup: u64, when: Instant) {
         if let Some(pod) = self.pods.get_mut(&cgroup) {
@@ -78,7 +84,8 @@ impl Schedule {
         pod.asked = Some(now);
         pod.turns += 1;
         if early {
-            pod.due = now + EARLY.saturating_mul(1 << pod.failures.min(10)).min(LATER);
+            pod.due = now
+                + EARLY.saturating_mul(1 << pod.failures.min(20)).min(spread(interval, cgroup, pod.turns));
             pod.failures += 1;
         } else {
             pod.failures = 0;
@@ -142,14 +149,20 @@ mod tests {
     #[test]
     fn a_pod_that_cannot_be_asked_yet_is_asked_more_and_more_rarely() {
         let (mut schedule, now) = schedule(&[1]);
-        let waits: Vec<Duration> = (0..12)
+        let waits: Vec<Duration> = (0..30)
             .map(|_| {
                 schedule.done(1, true, now);
                 schedule.wake().unwrap() - now
             })
             .collect();
-        assert_eq!((waits[0], waits[1], waits[11]), (EARLY, 2 * EARLY, LATER));
+        assert_eq!((waits[0], waits[1], waits[8]), (EARLY, 2 * EARLY, 256 * EARLY));
+        assert!(waits[11..].iter().all(|wait| *wait >= MINUTE * 4 / 5 && *wait <= MINUTE * 6 / 5));
+        // It gets a sandbox after that.
+        schedule.changed(1, now + 2 * PAUSE);
+        assert_eq!(schedule.next(now + 2 * PAUSE), Some(1));
         schedule.done(1, false, now);
+        schedule.changed(1, now + 2 * PAUSE);
+        assert_eq!(schedule.next(now + 2 * PAUSE), None, "it could be asked: its change says nothing new");
         schedule.done(1, true, now);
         assert_eq!(schedule.wake(), Some(now + EARLY));
     }

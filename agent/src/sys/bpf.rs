@@ -34,6 +34,8 @@ pub enum AttachType {
     Ingress = 0,
     /// `BPF_CGROUP_INET_EGRESS`.
     Egress = 1,
+    /// `BPF_CGROUP_SOCK_OPS`.
+    SockOps = 3,
     /// `BPF_CGROUP_INET4_CONNECT`.
     Connect4 = 10,
     /// `BPF_CGROUP_INET6_CONNECT`.
@@ -222,17 +224,25 @@ pub fn attached(cgroup: BorrowedFd<'_>, attach_type: AttachType, effective: bool
     Ok(Attached { programs: ids, flags: attr.attach_flags })
 }
 
-/// The name of a loaded program, as its loader gave it (at most 15 bytes).
+/// Opens a loaded program.
 ///
 /// # Errors
 /// `NotFound` for a program that is gone; others as bpf(2) says.
-pub fn program_name(id: u32) -> io::Result<String> {
+pub fn program(id: u32) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct Attr {
         id: u32,
         next_id: u32,
         open_flags: u32,
     }
+    owned(bpf(BPF_PROG_GET_FD_BY_ID, &mut Attr { id, next_id: 0, open_flags: 0 })?)
+}
+
+/// The name of a loaded program, as its loader gave it (at most 15 bytes).
+///
+/// # Errors
+/// `NotFound` for a program that is gone; others as bpf(2) says.
+pub fn program_name(id: u32) -> io::Result<String> {
     /// The start of `struct bpf_prog_info`, up to and with the name.
     #[repr(C)]
     #[derive(Default)]
@@ -250,7 +260,7 @@ pub fn program_name(id: u32) -> io::Result<String> {
         map_ids: u64,
         name: [u8; 16],
     }
-    let fd = owned(bpf(BPF_PROG_GET_FD_BY_ID, &mut Attr { id, next_id: 0, open_flags: 0 })?)?;
+    let fd = program(id)?;
     let mut info = Info::default();
     info_by_fd(std::os::fd::AsFd::as_fd(&fd), &mut info)?;
     let end = info.name.iter().position(|byte| *byte == 0).unwrap_or(info.name.len());

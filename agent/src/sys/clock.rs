@@ -2,13 +2,21 @@
 
 use std::time::{Duration, SystemTime};
 
-use rustix::time::{ClockId, clock_gettime};
+use rustix::time::{ClockId, clock_getres, clock_gettime};
 
 /// Now, ns.
 pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+/// Ticks of the kernel's clock in a second (`CONFIG_HZ`): the coarse clock goes on with each (`posix_get_coarse_res`,
+/// <https://github.com/torvalds/linux/blob/v6.12/kernel/time/posix-timers.c#L187>).
+pub fn ticks_per_second() -> u32 {
+    let tick = u32::try_from(clock_getres(ClockId::MonotonicCoarse).tv_nsec).unwrap_or(0);
+    // A tick is rounded to whole nanoseconds: 3,333,333 of 300.
+    (1_000_000_000 + tick / 2).checked_div(tick).unwrap_or(100)
 }
 
 /// The moment of a wall-clock time, given in ns since 1970; 0 for one that is not known or before the machine started.

@@ -7,6 +7,7 @@ pub mod apiserver;
 pub mod bpf;
 pub mod cgroup;
 pub mod control_plane;
+pub mod figures;
 pub mod foreign;
 pub mod images;
 pub mod netns;

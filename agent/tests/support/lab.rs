@@ -19,7 +19,7 @@ use nobypass_testkit::cgroup::{Cgroup, Entered, Pod, Qos, Scratch, v2_root};
 use nobypass_testkit::netns::Netns;
 
 /// Pods that the maps have room for.
-pub const MAX_PODS: u32 = 2_000;
+pub const MAX_PODS: u32 = 12_000;
 /// The proxy's UID; the kernel's test socket has UID 0.
 pub const PROXY_UID: u32 = 2102;
 
