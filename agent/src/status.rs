@@ -103,6 +103,9 @@ pub struct PodStatus {
     pub proxy_cgroup: u64,
     /// Malformed annotations.
     pub problems: Vec<String>,
+    /// Containers that may send by packet sockets, which nothing here sees.
+    #[serde(default)]
+    pub packet_sockets: Vec<String>,
 }
 
 /// One IP family of a pod.
@@ -248,6 +251,7 @@ fn pod(
         cgroup: id,
         proxy_cgroup: policy.proxy_cgroup,
         problems: view.map_or_else(Vec::new, |view| view.problems.clone()),
+        packet_sockets: Vec::new(),
     }
 }
 

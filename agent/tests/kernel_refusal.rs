@@ -246,6 +246,49 @@ fn an_application_that_retries_meanwhile_is_redirected_from_the_repair_on() {
     }
 }
 
+/// Packet sockets are seen by nothing that judges here: who may open them is said.
+#[test]
+fn a_pod_that_may_open_packet_sockets_is_reported() {
+    let machine = Machine::new();
+    let (mut scene, _, agent) = remembering(&machine);
+    let id = scene.id;
+    let said = |agent: &Agent| {
+        let status = agent.status();
+        let pod = status["pods"].as_array().unwrap().iter().find(|pod| pod["cgroup"] == id).cloned();
+        pod.map(|pod| pod["packet_sockets"].clone())
+    };
+    let pods = |agent: &Agent| {
+        let labels = [("namespace", "shop"), ("mesh", "linkerd")];
+        agent.metrics().sum("packet_socket_pods", &labels)
+    };
+    let app = json!([format!("cgroup {}", scene.app.id().unwrap())]);
+    agent.until("the report", |agent| (said(agent)? == app).then_some(()));
+    assert_eq!(pods(&agent), 1);
+    agent.line(&["WARN", "may send by packet sockets", "reason=\"packet_socket\""]);
+    let (_, explained) = agent.get("/v1/explain?pod=shop/cart").unwrap();
+    assert!(explained.contains("has CAP_NET_RAW"), "{explained}");
+    assert!(explained.contains(app[0].as_str().unwrap()), "{explained}");
+
+    // Without it, and with it in a user namespace of one's own alone.
+    let start = |program: &str, args: &[&str]| {
+        let mut command = scene.net.ns.command(program).unwrap();
+        command.args(args).args(["sleep", "3600"]);
+        scene.app.start(&mut command).unwrap();
+        proc::spawn(command).unwrap()
+    };
+    let without = start("setpriv", &["--bounding-set", "-net_raw"]);
+    let elsewhere = start("unshare", &["--user", "--map-root-user"]);
+    scene._process = without;
+    // Asked again, since they are root until they have become what they are to be.
+    agent.until("the end of the report", |agent| {
+        let (code, body) = agent.put("/v1/probe", &format!("cgroup:{id}"));
+        assert_eq!(code, 200, "{body}");
+        (said(agent)? == json!([]) && pods(agent) == 0).then_some(())
+    });
+    drop(elsewhere);
+    agent.kill();
+}
+
 /// In this process, as the agent has it.
 fn sockets() -> (Sockets, Metrics) {
     let metrics = Metrics::default();
@@ -370,5 +413,37 @@ fn connections_older_than_the_programs_are_found_and_aborted() {
             .is_none_or(|counters| counters.count[Counter::BypassDropped.code() as usize] == 0)
     );
     drop(scene.pod);
+    agent.kill();
+}
+
+/// The kernel lists sockets one after the other, while applications begin connections.
+#[test]
+fn a_redirected_connection_that_begins_now_is_not_taken_for_an_old_one() {
+    const LOOKS: usize = 500;
+    let machine = Machine::new();
+    let agent = machine.launch().start().attached();
+    let mut maps = machine.maps();
+    let scene = Scene::new(&machine, &mut maps);
+    let _proxy = scene.repair();
+    let chatter = || {
+        let traffic = scene.traffic().option("interval-ms", 0);
+        let words: [&dyn std::fmt::Display; 3] = [&"chatter", &FAR4, &PORT];
+        proc::spawn(traffic.command(&words).unwrap()).unwrap()
+    };
+    let _applications = [chatter(), chatter(), chatter()];
+    let (sockets, _) = sockets();
+    let rules = Rules {
+        proxy_cgroup: scene.proxy.id().unwrap(),
+        proxy_uid: None,
+        families: [true; 2],
+        exemptions: Exemptions::default(),
+    };
+    let wrong = (0..LOOKS).map(|_| list(&sockets, scene.id, &rules, &[]).len()).sum::<usize>();
+    let counters = maps.counters(scene.id).unwrap();
+    assert!(
+        counters.count[Counter::RedirectProof.code() as usize] > 100,
+        "the applications connect: {counters:?}"
+    );
+    assert_eq!(wrong, 0, "of {LOOKS} looks");
     agent.kill();
 }

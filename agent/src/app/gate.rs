@@ -18,6 +18,7 @@ use crate::cluster::access::Permissions;
 use crate::cluster::events::{self, Events, Note, Reason as EventReason};
 use crate::cni::desk::Desk;
 use crate::cni::guard::{Summary, Watching};
+use crate::cni::runtime::Word;
 use crate::cni::window::Protection;
 use crate::node::apply::Applier;
 use crate::node::boot;
@@ -143,6 +144,7 @@ pub(super) fn spawn(tasks: &mut JoinSet<Ended>, place: Place<'_>) -> Parts {
         let keeper = Keeper {
             gate,
             summary: desk.summary(),
+            word: desk.runtime(),
             selectors,
             health: Arc::clone(health),
             verdicts,
@@ -167,6 +169,7 @@ pub(super) fn spawn(tasks: &mut JoinSet<Ended>, place: Place<'_>) -> Parts {
 struct Keeper {
     gate: Gate,
     summary: watch::Receiver<Summary>,
+    word: watch::Receiver<Word>,
     selectors: Vec<(Selector, watch::Receiver<Seen>)>,
     health: Arc<Health>,
     verdicts: watch::Sender<crate::node::gate::Verdict>,
@@ -198,7 +201,7 @@ impl Keeper {
     fn inputs(&mut self, now: Instant) -> Inputs {
         // An agent that takes over an open gate has to ask the runtime first.
         let starting = self.before == Before::Open && now.duration_since(self.started) < PATIENCE / 2;
-        let cni = cni_part(&self.summary.borrow_and_update(), starting);
+        let cni = cni_part(&self.summary.borrow_and_update(), &self.word.borrow(), starting);
         let hooks = hooks_part(&self.health);
         let seen: Vec<(Selector, Seen)> =
             self.selectors.iter().map(|(selector, seen)| (selector.clone(), seen.borrow().clone())).collect();
@@ -229,7 +232,7 @@ impl Keeper {
 }
 
 /// What the CNI half says; while the agent `is_starting`, a runtime that was not asked yet is none that lacks something.
-fn cni_part(summary: &Summary, is_starting: bool) -> Part {
+fn cni_part(summary: &Summary, word: &Word, is_starting: bool) -> Part {
     let file = summary.active.as_ref().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     match (&summary.watching, summary.files, summary.protection) {
         (Watching::Missing, Protection::NoNetwork, _) if summary.version == 0 => {
@@ -242,10 +245,7 @@ fn cni_part(summary: &Summary, is_starting: bool) -> Part {
         (_, Protection::Protected, _) if is_starting => {
             Part::Pending("the container runtime has not been asked yet")
         }
-        (_, Protection::Protected, _) => Part::Bad(
-            Reason::RuntimeNotReloaded,
-            format!("{file} has the mesh's plugin, and the container runtime has not loaded it"),
-        ),
+        (_, Protection::Protected, _) => not_loaded(&file, word),
         (_, Protection::NoNetwork, _) => {
             Part::Bad(Reason::NoNetwork, "there is no CNI configuration: no pod can start".into())
         }
@@ -255,6 +255,25 @@ fn cni_part(summary: &Summary, is_starting: bool) -> Part {
         (_, Protection::Unprotected, _) => Part::Bad(
             Reason::CniUnprotected,
             format!("{file} does not call the mesh's CNI plugin as it should"),
+        ),
+    }
+}
+
+/// The config is right and new pods do not get what it says: the runtime's word is why.
+fn not_loaded(file: &str, word: &Word) -> Part {
+    match (word.state, &word.why) {
+        // There is no runtime to ask, and the plugin's own files are not as they should be.
+        ("files", Some(why)) => Part::Bad(
+            Reason::CniUnprotected,
+            format!("{file} calls the mesh's plugin, which cannot work: {why}"),
+        ),
+        ("silent", Some(why)) => Part::Bad(
+            Reason::RuntimeNotReloaded,
+            format!("{file} has the mesh's plugin, and the container runtime cannot be asked: {why}"),
+        ),
+        _ => Part::Bad(
+            Reason::RuntimeNotReloaded,
+            format!("{file} has the mesh's plugin, and the container runtime has not loaded it"),
         ),
     }
 }
@@ -394,7 +413,7 @@ mod tests {
             (summary(&watched, Protected, Unprotected, 1), true, "pending"),
             (summary(&watched, Unprotected, Unprotected, 1), true, "CNIUnprotected"),
         ] {
-            let got = match cni_part(&summary, starting) {
+            let got = match cni_part(&summary, &Word::default(), starting) {
                 Part::Off => "off",
                 Part::Good => "good",
                 Part::Pending(_) => "pending",
@@ -404,6 +423,20 @@ mod tests {
                 }
             };
             assert_eq!(got, expected, "{summary:?}");
+        }
+    }
+
+    #[test]
+    fn why_a_right_config_is_not_enough() {
+        let word = |state, why: Option<&str>| Word { state, why: why.map(str::to_owned), ..Word::default() };
+        for (word, reason, says) in [
+            (word("files", Some("the binary is missing")), Reason::CniUnprotected, "the binary is missing"),
+            (word("silent", Some("connection refused")), Reason::RuntimeNotReloaded, "connection refused"),
+            (word("lags", Some("x")), Reason::RuntimeNotReloaded, "has not loaded it"),
+            (word("", None), Reason::RuntimeNotReloaded, "has not loaded it"),
+        ] {
+            let Part::Bad(why, text) = not_loaded("10-net.conflist", &word) else { panic!("{word:?}") };
+            assert!(why == reason && text.contains(says) && text.starts_with("10-net.conflist"), "{text}");
         }
     }
 

@@ -11,8 +11,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
 use super::older::{Looked, Older};
+use super::packet;
 use super::react::News;
 use crate::bpf::Maps;
+use crate::cgroup::netns::Finder;
 use crate::detect::evidence::{Evidence, Family};
 use crate::detect::tracker::Finding;
 use crate::mesh::{Membership, Meshed, Profiles, recognise};
@@ -24,7 +26,7 @@ use crate::probe::metrics::{Metrics, ResultLabel};
 use crate::probe::schedule::Schedule;
 use crate::probe::target::{Target, target};
 use crate::probe::wire::Ask;
-use crate::probe::{Answer, Answers, Failure, Probed};
+use crate::probe::{Answer, Answers, Failure, PacketSockets, Probed};
 use crate::refuse::sockets::Sockets;
 use crate::sys::clock::monotonic_ns;
 
@@ -41,6 +43,9 @@ pub(super) struct Probing {
     pub snapshots: watch::Receiver<Snapshot>,
     pub refusals: mpsc::Sender<Refuse>,
     pub answers: watch::Sender<Answers>,
+    pub packet: watch::Sender<PacketSockets>,
+    /// `None` where pods' processes cannot be looked for.
+    pub finder: Option<Arc<Finder>>,
     /// To the keeper of verdicts.
     pub findings: Option<mpsc::Sender<Finding>>,
     pub metrics: Metrics,
@@ -134,6 +139,7 @@ impl State {
             self.schedule.changed(*cgroup, now);
         }
         self.pods = Arc::clone(&snapshot.pods);
+        packet::keep(&self.with, &live, snapshot);
         let before = self.probed.len();
         self.probed.retain(|cgroup, _| snapshot.pods.contains_key(cgroup));
         self.refused.retain(|cgroup, _| live.contains(cgroup));
@@ -203,6 +209,7 @@ impl State {
         }
         self.refuse(&view, &probed).await;
         self.preexisting(&view, &probed, meshed.as_ref()).await;
+        packet::look(&self.with, &view).await;
         probed
     }
 

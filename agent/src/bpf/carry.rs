@@ -74,8 +74,11 @@ impl Older {
         Ok(dir.others().into_iter().max().map(|(version, dir)| {
             let known = EARLIER.iter().find(|(earlier, _)| *earlier == version);
             if known.is_none() {
-                tracing::warn!(layout = version, "the pins of another version have an unknown layout: counters \
-                    begin at 0, and until a pod is classified anew it is treated as unknown");
+                tracing::warn!(
+                    layout = version,
+                    "the pins of another version have an unknown layout: counters \
+                    begin at 0, and until a pod is classified anew it is treated as unknown"
+                );
             }
             Self { dir, version, maps: known.map_or(&[], |(_, maps)| maps) }
         }))
@@ -107,8 +110,14 @@ impl Older {
         let new = MapData::from_pin(dir.map(map)).map_err(failed)?;
         let Copied { entries, no_room } = copy(old, new).map_err(failed)?;
         if no_room > 0 {
-            tracing::warn!(map, layout = self.version, entries, no_room, "no room for all entries of another \
-                version: give it a larger --max-pods");
+            tracing::warn!(
+                map,
+                layout = self.version,
+                entries,
+                no_room,
+                "no room for all entries of another \
+                version: give it a larger --max-pods"
+            );
         }
         Ok(())
     }
@@ -211,7 +220,9 @@ fn attached_program(pin: &Path, cgroup: u64) -> Option<OwnedFd> {
     let link = raw::open_pin(pin).and_then(|link| raw::cgroup_link(link.as_fd())).ok().flatten()?;
     let program = (link.cgroup_id == cgroup).then(|| raw::program(link.program_id))?;
     program
-        .inspect_err(|error: &io::Error| tracing::warn!(pin = %pin.display(), %error, "cannot open its program"))
+        .inspect_err(
+            |error: &io::Error| tracing::warn!(pin = %pin.display(), %error, "cannot open its program"),
+        )
         .ok()
 }
 

@@ -7,8 +7,8 @@ use std::path::Path;
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, HashMap, LpmTrie, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
 use nobypass_common::abi::{
-    ABI_VERSION, CARRIED_NODE, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName, PodPolicy, PortKey,
-    ProbeRecord, Refusal,
+    ABI_VERSION, CARRIED_NODE, CidrKey, Config, IdKey, LedgerKey, LedgerSums, PodCounters, PodName,
+    PodPolicy, PortKey, ProbeRecord, Refusal,
 };
 use nobypass_common::headers::Address;
 use nobypass_common::ids::Mode;

@@ -45,6 +45,13 @@ pub(super) fn next(explained: &Explanation, lost_hooks: &[String]) -> Vec<String
             said.value
         ));
     }
+    if !explained.packet_sockets.is_empty() {
+        next.push(format!(
+            "container {} has CAP_NET_RAW: what it sends by packet sockets nothing here sees. Unless it needs them, drop \
+             NET_RAW in its securityContext",
+            explained.packet_sockets.join(", ")
+        ));
+    }
     if !explained.problems.is_empty() {
         next.push("correct the annotations named under problems".to_owned());
     }

@@ -69,6 +69,9 @@ pub struct Explanation {
     pub events: Vec<Report>,
     /// Annotations that are not taken as they are.
     pub problems: Vec<String>,
+    /// Containers that may send by packet sockets, which nothing here sees.
+    #[serde(default)]
+    pub packet_sockets: Vec<String>,
     /// What to do.
     pub next: Vec<String>,
 }
@@ -157,6 +160,8 @@ pub struct Known<'a> {
     pub events: Vec<Arc<Report>>,
     /// Hooks that are not in effect.
     pub lost_hooks: Vec<String>,
+    /// Containers that may send by packet sockets.
+    pub packet_sockets: Vec<String>,
 }
 
 /// What the kernel knows.
@@ -196,7 +201,7 @@ impl Kernel {
 
 /// Explains a pod of a running agent.
 pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
-    let Known { view, state, policy, profiles, events, lost_hooks: _ } = known;
+    let Known { view, state, policy, profiles, events, packet_sockets, lost_hooks: _ } = known;
     let fresh = match state {
         Some(state) => state.with(&kernel.counters, kernel.now),
         None => PodState::new(Arc::clone(view), 0, kernel.now),
@@ -237,6 +242,7 @@ pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
         counters: counters(&kernel.counters),
         events: events.iter().map(|report| Report::clone(report)).collect(),
         problems: view.problems.clone(),
+        packet_sockets: packet_sockets.clone(),
         next: Vec::new(),
     };
     explanation.enforce = sentence::enforce(&explanation);
@@ -300,6 +306,7 @@ pub fn from_pins(maps: &Maps, cgroup: u64, kernel: &Kernel) -> Explanation {
         counters: counters(&kernel.counters),
         events: Vec::new(),
         problems: Vec::new(),
+        packet_sockets: Vec::new(),
         next: Vec::new(),
     };
     explanation.enforce = sentence::enforce(&explanation);

@@ -72,6 +72,7 @@ fn explained(
         policy,
         profiles: &profiles,
         events: Vec::new(),
+        packet_sockets: Vec::new(),
         lost_hooks: Vec::new(),
     };
     let mut config = KernelConfig::default();
