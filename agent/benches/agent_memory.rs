@@ -1,6 +1,6 @@
 //! What an agent with nothing to do takes, with and without pods: `cargo bench -p nobypass --features kernel-tests --bench
-//! agent_memory`, as root. The pods are cgroups without processes, unknown to any runtime; an API server knows them, and
-//! 5,000 on other nodes. After `--`: `--pods <n>`, `--seconds <n>`.
+//! agent_memory`, as root. The pods are redirected and unknown to any runtime; an API server knows them, and 5,000 on other
+//! nodes. After `--`: `--pods <n>`, `--seconds <n>`.
 
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a benchmark")]
 
@@ -18,11 +18,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use nobypass_testkit::apiserver::{ApiServer, Pod as Object};
-use nobypass_testkit::cgroup::Pod;
 use nobypass_testkit::figures::Figure;
 use nobypass_testkit::wait;
 use support::agent::Agent;
-use support::crowd::{self, NODE};
+use support::crowd::{self, Member, NODE};
 use support::machine::Machine;
 
 /// The most that may be resident, kB, and the most CPU time of a second, ms.
@@ -93,12 +92,13 @@ fn main() -> ExitCode {
     let agent = machine.launch().args(api).start().attached();
     let maps = machine.maps();
     let mut kept = report(&agent, 0, seconds);
-    let made: Vec<Pod> = (0..pods).map(|n| crowd::pod(&server, &machine, n)).collect();
+    let (_world, net) = crowd::network();
+    let made: Vec<Member> = (0..pods).map(|n| crowd::member(&server, &machine, &net, n)).collect();
     wait::until("all pods' entries", wait::HANG, || {
-        made.iter().all(|pod| maps.policy(pod.id().unwrap()).is_some()).then_some(())
+        made.iter().all(|member| maps.policy(member.pod.id().unwrap()).is_some()).then_some(())
     })
     .unwrap();
-    agent.until("all pods in its list", |agent| (crowd::meshed(agent) >= made.len()).then_some(()));
+    agent.until("all pods asked", |agent| (crowd::redirected(agent) >= made.len()).then_some(()));
     kept &= report(&agent, made.len(), seconds);
     if kept { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

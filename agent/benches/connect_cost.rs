@@ -121,7 +121,7 @@ impl Subject {
             let id = pod.id().unwrap();
             let known = wait::until("the pod's entry", wait::HANG, || maps.policy(id)).unwrap();
             let kind = match setting {
-                Setting::NotMeshed => PodKind::NotMeshed,
+                Setting::NotMeshed => PodKind::Exempt,
                 Setting::Redirected => PodKind::Meshed,
             };
             let policy = PodPolicy { kind: kind.code(), proxy_cgroup: proxy.id().unwrap(), ..known };

@@ -7,7 +7,8 @@ mod follow;
 mod gate;
 mod keep;
 mod older;
-mod permissions;
+mod packet;
+pub mod permissions;
 pub mod pods;
 mod policy;
 mod probes;
@@ -26,7 +27,7 @@ use tokio::task::JoinSet;
 
 use self::follow::{ProgramLog, follow_cgroups, follow_events, follow_inotify, follow_programs};
 use self::keep::{follow_parents, keep_alive, show_hooks};
-use self::policy::{follow_policy, kept_keys};
+use self::policy::{follow_policy, wanted_of};
 use crate::bpf::events::Ring;
 use crate::bpf::pins::PinDir;
 use crate::bpf::{BpfError, Hook, Kernel, Maps, Options, Parent, selftest};
@@ -40,7 +41,7 @@ use crate::config::Config;
 use crate::detect;
 use crate::mesh::{ProfileError, Profiles};
 use crate::metrics;
-use crate::pods::model::{Keys, Wanted};
+use crate::pods::model::Wanted;
 use crate::pods::source::PodUpdate;
 use crate::pods::source::cri::endpoint;
 use crate::policy::reload::{Loader, PolicyError};
@@ -262,11 +263,11 @@ impl Agent<'_> {
         };
         health.done("pod-cgroups");
         let parts = self.start(&parents, &context, policy).await?;
-        let keys = kept_keys(loader.state());
+        let (wants, wanted) = watch::channel(wanted_of(loader.state()));
         let (apply, changes) = mpsc::channel(1);
         let health = Arc::clone(&context.health);
-        tasks.spawn(follow_policy(loader, told, keys.clone(), mode_changes, apply, health));
-        self.spawn(&mut tasks, parts, parents, (keys, changes), &context, (gate, permissions))?;
+        tasks.spawn(follow_policy(loader, told, wants, mode_changes, apply, health));
+        self.spawn(&mut tasks, parts, parents, (wanted, changes), &context, (gate, permissions))?;
         tokio::select! {
             () = &mut stop => {
                 tracing::info!("stopping; what is pinned stays in effect (`nobypass cleanup` removes it)");
@@ -330,7 +331,7 @@ impl Agent<'_> {
         tasks: &mut JoinSet<Ended>,
         (mut kernel, keeper, log): (Kernel, Keeper, Option<ProgramLog>),
         parents: Vec<PodParent>,
-        (keys, changes): (Keys, mpsc::Receiver<policy::Apply>),
+        (wanted, changes): (watch::Receiver<Wanted>, mpsc::Receiver<policy::Apply>),
         context: &Arc<Context>,
         (gate, permissions): (gate::Parts, Permissions),
     ) -> Result<(), AppError> {
@@ -362,8 +363,6 @@ impl Agent<'_> {
             tasks.spawn(follow_inotify(parents.clone(), cgroups.clone(), nudge.clone()));
         }
         tasks.spawn(follow_cgroups(ring, parents.clone(), cgroups, nudge, Arc::clone(&health)));
-        let mut wanted = Wanted { keys, ..snapshots.borrow().profiles.wanted() };
-        wanted.keys.extend([crate::remedy::kube::LABEL]);
         let (client, endpoint) = (self.cluster.as_ref(), self.endpoint.as_ref());
         let states = pods::spawn(tasks, &self.plan, client, endpoint, &wanted, nudges, updates);
         registry.register_collector(Box::new(states.clone()));

@@ -127,7 +127,7 @@ impl Node {
         for view in snapshot.pods.values() {
             let counters = self.maps.counters(view.cgroup).unwrap_or(PodCounters::ZERO);
             add(&mut seen.sums, &view.namespace, &view.mesh, &counters.count);
-            if view.kind != PodKind::Meshed && !view.unsupported {
+            if view.kind != PodKind::Meshed && view.unsupported.is_none() {
                 continue;
             }
             let state = states.get(&view.cgroup).filter(|state| state.is(view));

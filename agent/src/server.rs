@@ -253,6 +253,11 @@ async fn node_status(State(context): State<Arc<Context>>) -> Response {
         Ok(mut status) => {
             status.agent.pending = context.health.pending();
             status.agent.notes = context.health.notes();
+            if let Some(probe) = context.probe.get() {
+                for pod in &mut status.pods {
+                    pod.packet_sockets = probe.packet_sockets(pod.cgroup);
+                }
+            }
             Json(status).into_response()
         }
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),

@@ -103,6 +103,9 @@ pub struct PodStatus {
     pub proxy_cgroup: u64,
     /// Malformed annotations.
     pub problems: Vec<String>,
+    /// Containers that may send by packet sockets, which nothing here sees.
+    #[serde(default)]
+    pub packet_sockets: Vec<String>,
 }
 
 /// One IP family of a pod.
@@ -210,7 +213,7 @@ fn pod(
     name: Option<nobypass_common::abi::PodName>,
 ) -> PodStatus {
     let kind = PodKind::from_code(policy.kind).unwrap_or(PodKind::Unknown);
-    let unsupported = view.is_some_and(|view| view.unsupported);
+    let unsupported = view.is_some_and(|view| view.unsupported.is_some());
     let verdicts = state.as_ref().map_or_else(|| of_pod(counters, unsupported, now), PodState::verdicts);
     let mode = if policy.mode == MODE_INHERIT { config.mode } else { policy.mode };
     let (namespace, pod_name, mesh) = match (view, name) {
@@ -248,6 +251,7 @@ fn pod(
         cgroup: id,
         proxy_cgroup: policy.proxy_cgroup,
         problems: view.map_or_else(Vec::new, |view| view.problems.clone()),
+        packet_sockets: Vec::new(),
     }
 }
 

@@ -15,9 +15,15 @@ mod support {
 }
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nobypass::detect::verdict::count;
+use nobypass_common::ids::Counter;
 
 use nobypass_testkit::apiserver::{ApiServer, Pod as Object, namespace};
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
+use nobypass_testkit::netns::{FAR4, world_with_pod};
+use nobypass_testkit::traffic::Traffic;
 use serde_json::{Value, json};
 use support::agent::{Agent, Launch};
 use support::machine::Machine;
@@ -221,6 +227,42 @@ fn refusals_of_the_api_server_are_said_in_the_log_with_what_to_do() {
 }
 
 #[test]
+fn a_policy_that_reads_other_labels_is_followed_without_a_restart() {
+    const POLICY: &str = "apiVersion: nobypass.dev/v1alpha1\n";
+    const WITH_PROFILE: &str = "namespaces: [{matchLabels: {team.io/tier: gold}, mode: enforce}]\n\
+        profiles:\n- name: team\n  recognise: {any: [{label: {key: team.io/mesh}}]}\n  \
+        containers: {proxy: [sidecar]}\n  ports: {outbound: 1, inbound: 2}\n";
+    let cluster = Cluster::new();
+    let policy = cluster.machine.home.path().join("policy.yaml");
+    std::fs::write(&policy, POLICY).unwrap();
+    let mut shop = namespace("shop");
+    shop["metadata"]["labels"] = json!({"team.io/tier": "gold"});
+    cluster.server.create(shop).unwrap();
+    let (pod, proxy) = cluster.cgroups(1);
+    let object = Object::new("shop", "web").node(NODE).uid(&uid(1)).label("team.io/mesh", "on");
+    let object = object.container("sidecar", "s:1").running("app", &format!("containerd://{}", id(1, "app")));
+    cluster
+        .server
+        .create(object.running("sidecar", &format!("containerd://{}", id(1, "proxy"))).build())
+        .unwrap();
+    let path = policy.display().to_string();
+    let agent = cluster.launch("kube").args(["--policy", &path]).start().ready();
+    wait_for(&agent, pod.id().unwrap(), ("web", "exempt", 0));
+
+    std::fs::write(&policy, format!("{POLICY}{WITH_PROFILE}")).unwrap();
+    wait_for(&agent, pod.id().unwrap(), ("web", "meshed", proxy.id().unwrap()));
+    agent.until("the namespace's rule", |agent| {
+        let status = agent.status();
+        let web = status["pods"].as_array().unwrap().iter().find(|pod| pod["name"] == "web")?;
+        (web["mode"] == "enforce" && web["mesh"] == "team").then_some(())
+    });
+    agent.line(&["other labels or annotations are wanted", "listed anew"]);
+    let body = agent.get("/readyz").unwrap().1;
+    assert!(!body.contains("restart"), "{body}");
+    assert!(agent.terminate().success());
+}
+
+#[test]
 fn a_label_on_the_namespace_is_heard_of() {
     // Until a profile reads it nothing shows but that the collection is followed.
     let cluster = Cluster::new();
@@ -230,5 +272,63 @@ fn a_label_on_the_namespace_is_heard_of() {
     let agent = cluster.launch("kube").start().ready();
     agent.until("the watch", |_| (cluster.server.watches("namespaces") == 1).then_some(()));
     assert!(cluster.server.writes().is_empty(), "facts are read, never written");
+    assert!(agent.terminate().success());
+}
+
+/// The first thing that each pod does is to connect, and nobody knows it then: half of them have no object until their
+/// cgroup is there.
+#[test]
+fn the_first_connections_of_a_thousand_held_pods_are_late_by_tenths_of_a_second_and_counted_once() {
+    const PODS: u64 = 1000;
+    let cluster = Cluster::new();
+    let (world, net) = world_with_pod("held").unwrap();
+    let _server = Traffic::new().netns(world.far()).server(&[8080]).unwrap();
+    let agent = cluster.launch("kube").args(["--unknown-pods", "hold"]).start().ready();
+    let object = |n: u64| {
+        let (n, name) = (usize::try_from(n).unwrap(), format!("p{n}"));
+        if n % 4 < 2 { plain(n, &name) } else { meshed(n, &name) }
+    };
+    (0..PODS).filter(|n| n % 2 == 0).for_each(|n| drop(cluster.server.create(object(n)).unwrap()));
+    let known = |agent: &Agent| agent.metrics().sum("pod_source_pods", &[("source", "kube")]);
+    agent.until("the first half", |agent| (known(agent) == PODS / 2).then_some(()));
+
+    let below = cluster.machine.scratch.kubepods().join("burstable");
+    std::fs::create_dir_all(&below).unwrap();
+    let traffic = Traffic::new()
+        .netns(&net.ns)
+        .option("uid", 1000)
+        .option("parent", below.display())
+        .option("prefix", &uid(0)[..24])
+        .option("count", PODS)
+        .option("parallel", 32)
+        .option("timeout-ms", 60_000);
+    let stop = AtomicBool::new(false);
+    let report = std::thread::scope(|scope| {
+        let late = scope.spawn(|| {
+            for n in (0..PODS).filter(|n| n % 2 == 1) {
+                let pod = below.join(format!("pod{}", uid(usize::try_from(n).unwrap())));
+                while !pod.exists() && !stop.load(Ordering::Relaxed) {
+                    std::thread::yield_now();
+                }
+                cluster.server.create(object(n)).unwrap();
+            }
+        });
+        let report = traffic.run(&[&"first-packet", &FAR4, &8080]);
+        stop.store(true, Ordering::Relaxed);
+        late.join().unwrap();
+        report.unwrap()
+    });
+    let totals = cluster.machine.maps().totals().unwrap();
+    let counted = |counter| count(&totals, counter);
+    println!("{report}, held: {}", counted(Counter::Held));
+    assert_eq!((report.count("tried"), report.count("established")), (PODS, PODS), "{report}");
+    // Not one of half of them was known when it connected.
+    assert!(counted(Counter::Held) >= PODS / 4, "{totals:?}");
+    assert_eq!(counted(Counter::Unknown), counted(Counter::Held), "none was let out unknown");
+    assert_eq!(counted(Counter::Bypass), PODS / 2, "each meshed one is judged once");
+    assert_eq!(counted(Counter::WouldDrop), PODS / 2);
+    assert_eq!(counted(Counter::NotJudged), PODS / 2, "and each other one");
+    // A whole second is what the kernel alone would wait.
+    assert!(report.count("p50_us") < 1_000_000, "{report}");
     assert!(agent.terminate().success());
 }

@@ -104,7 +104,7 @@ fn process(ns: &Netns, cgroup: &Cgroup) -> Proc {
     proc::spawn(command).unwrap()
 }
 
-const KINDS: [&str; 5] = ["v4", "v6", "v4 mapped", "v4 nonblock", "v6 nonblock"];
+const KINDS: [&str; 6] = ["v4", "v6", "v4 mapped", "v4 nonblock", "v6 nonblock", "v4 mapped nonblock"];
 
 fn enforcing(machine: &Machine) -> Agent {
     machine.launch().args(["--mode", "enforce", "--event-rate", "100000"]).start().attached()
@@ -141,7 +141,7 @@ fn the_first_refused_connect_fails_at_once_whatever_its_kind() {
         assert_eq!(report.json()["ends"], json!({"ECONNABORTED": 200}), "{kind}: {report}");
     }
     assert_eq!(scene.world.syns().unwrap(), 0);
-    assert_eq!(agent.metrics().sum("refused_sockets_total", &[("result", "aborted")]), 1000);
+    assert_eq!(agent.metrics().sum("refused_sockets_total", &[("result", "aborted")]), 1200);
     agent.kill();
 }
 
@@ -212,6 +212,81 @@ fn a_repaired_pod_recovers_with_an_agent_and_without() {
         }
     }
     const { assert!(HALF_OPEN_NS <= 1_000_000_000, "the second that README names") };
+}
+
+/// One process that never gives up, through the repair: from its first redirected connection on none fails, and none ever
+/// got out.
+#[test]
+fn an_application_that_retries_meanwhile_is_redirected_from_the_repair_on() {
+    for alive in [true, false] {
+        let machine = Machine::new();
+        let (scene, maps, agent) = remembering(&machine);
+        assert_eq!(scene.again("v4", 1).json()["ends"], json!({"ECONNABORTED": 1}));
+        agent.until("the refusal", |_| (maps.policy(scene.id)?.flags & POD_FASTFAIL4 != 0).then_some(()));
+        let agent = alive.then_some(agent);
+        let tried = || maps.counters(scene.id).map_or(0, |all| all.count[Counter::FastFail.code() as usize]);
+        let (before, app) = (tried(), scene.traffic().option("interval-ms", 5));
+        let report = std::thread::scope(|threads| {
+            let retrying = threads.spawn(|| app.run(&[&"again", &FAR4, &PORT, &2000]).unwrap());
+            wait::until("the tries", wait::HANG, || (tried() > before + 20).then_some(())).unwrap();
+            let proxy = scene.repair();
+            let report = retrying.join().unwrap();
+            drop(proxy);
+            report
+        });
+        let ends = &report.json()["ends"];
+        assert!(ends["ok"].as_u64().unwrap_or(0) > 0, "agent alive: {alive}: {report}");
+        assert!(ends["EPERM"].as_u64().unwrap_or(0) > 0, "agent alive: {alive}: {report}");
+        assert_eq!(report.count("failed_again"), 0, "agent alive: {alive}: {report}");
+        // What reached the outside is the proxy's own.
+        let [bypasses, dropped] = [Counter::Bypass, Counter::BypassDropped]
+            .map(|counter| maps.counters(scene.id).unwrap().count[counter.code() as usize]);
+        assert!(bypasses > 0 && bypasses == dropped, "agent alive: {alive}: {bypasses} {dropped}");
+        drop(agent);
+    }
+}
+
+/// Packet sockets are seen by nothing that judges here: who may open them is said.
+#[test]
+fn a_pod_that_may_open_packet_sockets_is_reported() {
+    let machine = Machine::new();
+    let (mut scene, _, agent) = remembering(&machine);
+    let id = scene.id;
+    let said = |agent: &Agent| {
+        let status = agent.status();
+        let pod = status["pods"].as_array().unwrap().iter().find(|pod| pod["cgroup"] == id).cloned();
+        pod.map(|pod| pod["packet_sockets"].clone())
+    };
+    let pods = |agent: &Agent| {
+        let labels = [("namespace", "shop"), ("mesh", "linkerd")];
+        agent.metrics().sum("packet_socket_pods", &labels)
+    };
+    let app = json!([format!("cgroup {}", scene.app.id().unwrap())]);
+    agent.until("the report", |agent| (said(agent)? == app).then_some(()));
+    assert_eq!(pods(&agent), 1);
+    agent.line(&["WARN", "may send by packet sockets", "reason=\"packet_socket\""]);
+    let (_, explained) = agent.get("/v1/explain?pod=shop/cart").unwrap();
+    assert!(explained.contains("has CAP_NET_RAW"), "{explained}");
+    assert!(explained.contains(app[0].as_str().unwrap()), "{explained}");
+
+    // Without it, and with it in a user namespace of one's own alone.
+    let start = |program: &str, args: &[&str]| {
+        let mut command = scene.net.ns.command(program).unwrap();
+        command.args(args).args(["sleep", "3600"]);
+        scene.app.start(&mut command).unwrap();
+        proc::spawn(command).unwrap()
+    };
+    let without = start("setpriv", &["--bounding-set", "-net_raw"]);
+    let elsewhere = start("unshare", &["--user", "--map-root-user"]);
+    scene._process = without;
+    // Asked again, since they are root until they have become what they are to be.
+    agent.until("the end of the report", |agent| {
+        let (code, body) = agent.put("/v1/probe", &format!("cgroup:{id}"));
+        assert_eq!(code, 200, "{body}");
+        (said(agent)? == json!([]) && pods(agent) == 0).then_some(())
+    });
+    drop(elsewhere);
+    agent.kill();
 }
 
 /// In this process, as the agent has it.
@@ -338,5 +413,37 @@ fn connections_older_than_the_programs_are_found_and_aborted() {
             .is_none_or(|counters| counters.count[Counter::BypassDropped.code() as usize] == 0)
     );
     drop(scene.pod);
+    agent.kill();
+}
+
+/// The kernel lists sockets one after the other, while applications begin connections.
+#[test]
+fn a_redirected_connection_that_begins_now_is_not_taken_for_an_old_one() {
+    const LOOKS: usize = 500;
+    let machine = Machine::new();
+    let agent = machine.launch().start().attached();
+    let mut maps = machine.maps();
+    let scene = Scene::new(&machine, &mut maps);
+    let _proxy = scene.repair();
+    let chatter = || {
+        let traffic = scene.traffic().option("interval-ms", 0);
+        let words: [&dyn std::fmt::Display; 3] = [&"chatter", &FAR4, &PORT];
+        proc::spawn(traffic.command(&words).unwrap()).unwrap()
+    };
+    let _applications = [chatter(), chatter(), chatter()];
+    let (sockets, _) = sockets();
+    let rules = Rules {
+        proxy_cgroup: scene.proxy.id().unwrap(),
+        proxy_uid: None,
+        families: [true; 2],
+        exemptions: Exemptions::default(),
+    };
+    let wrong = (0..LOOKS).map(|_| list(&sockets, scene.id, &rules, &[]).len()).sum::<usize>();
+    let counters = maps.counters(scene.id).unwrap();
+    assert!(
+        counters.count[Counter::RedirectProof.code() as usize] > 100,
+        "the applications connect: {counters:?}"
+    );
+    assert_eq!(wrong, 0, "of {LOOKS} looks");
     agent.kill();
 }

@@ -9,7 +9,7 @@ use nobypass::bpf::maps::Exemptions as Entries;
 use nobypass::mesh::recognise::{Membership, Meshed, Unsupported};
 use nobypass::mesh::{Profiles, recognise};
 use nobypass::pods::PodUid;
-use nobypass::pods::model::{Container, ContainerId, KeyValues, PodFacts, Role, State, User};
+use nobypass::pods::model::{Container, ContainerId, Controller, KeyValues, PodFacts, Role, State, User};
 use nobypass::policy::desired::{self, Wishes};
 use nobypass::policy::exempt::{KernelExemptions, entries, kernel_address};
 use nobypass_common::abi::{IdKey, PodPolicy};
@@ -326,7 +326,7 @@ fn linkerd_8120_the_validators_connection_is_a_canary() {
     };
     let facts = pod(&[("linkerd.io/proxy-version", "x")], &[validator, container("app", Role::App)]);
     let Scene { meshed, .. } = scene(&facts, 0);
-    assert!(meshed.validator_refuses(&facts));
+    assert!(meshed.validator_said(&facts).is_some_and(|(code, _)| code != 0));
     for (name, to, canary) in [
         (Some("linkerd-network-validator"), "1.1.1.1:20001", true),
         (Some("linkerd-network-validator"), "[fd00::1]:20001", true),
@@ -395,6 +395,32 @@ fn istio_38415_what_the_mesh_excludes_is_no_bypass() {
         let proxy = Out { container: PROXY, ..eg(1337, to) };
         assert_eq!(scene.verdict(proxy), Verdict::Proxy, "the proxy is free to go: {annotations:?} {to}");
     }
+}
+
+/// cilium/cilium#16583: a load balancer at the socket puts an endpoint's address in place of the service's, before any rule
+/// of the mesh. What proves the redirection is that the packet goes elsewhere than the socket was told.
+#[test]
+fn cilium_16583_a_service_address_that_was_rewritten_changes_no_verdict() {
+    let scene = scene(&pod(&[ISTIO], &sidecar("istio-proxy")), PROXY);
+    for to in ["127.0.0.1:15001", "127.0.0.6:15001"] {
+        assert_eq!(scene.verdict_on(eg(1000, to), 1), Verdict::RedirectProof, "{to}");
+    }
+    for to in ["10.96.0.5:80", "10.244.3.9:8080", "203.0.113.9:80"] {
+        assert_eq!(scene.verdict(eg(1000, to)), Verdict::Bypass, "{to}, an address as good as any other");
+    }
+    // An excluded network is compared with where the packet goes.
+    let excluded = ("traffic.sidecar.istio.io/excludeOutboundIPRanges", "10.244.0.0/16");
+    let scene = self::scene(&pod(&[ISTIO, excluded], &sidecar("istio-proxy")), PROXY);
+    assert_eq!(scene.verdict(eg(1000, "10.244.3.9:8080")), Verdict::Exempt);
+    assert_eq!(scene.verdict(eg(1000, "10.96.0.5:80")), Verdict::Bypass);
+}
+
+/// cilium/cilium#23394: pods of a DaemonSet tolerate the taint and start before the node is ready. They are judged as any.
+#[test]
+fn cilium_23394_a_daemon_sets_pod_is_judged_as_any_other() {
+    let controller = Controller { kind: "DaemonSet".into(), name: "logs".into(), uid: "1".into() };
+    let facts = PodFacts { controller: Some(controller), ..pod(&[ISTIO], &sidecar("istio-proxy")) };
+    assert_eq!(scene(&facts, PROXY).verdict(eg(1000, "192.0.2.1:443")), Verdict::Bypass);
 }
 
 /// Kuma's users on some ports, from the annotation to the packet.

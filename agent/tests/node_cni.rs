@@ -8,10 +8,56 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use k8s_cri::v1 as api;
-use nobypass_testkit::node::{Cri, EXT_PORT, EXT4, Node, PodSpec};
+use nobypass_testkit::node::{Containerd, Cri, EXT_PORT, EXT4, Node, PodSpec};
 use nobypass_testkit::proc::{self, Proc};
 use nobypass_testkit::wait;
 use serde_json::Value;
+
+/// The same tests with each containerd: Debian's of this machine, and newer ones that are kept unpacked.
+macro_rules! with_each_containerd {
+    ($($test:ident),* $(,)?) => {
+        with_each_containerd!(@one machine, Containerd::Machine, $($test),*);
+        with_each_containerd!(@one v1_7, Containerd::V1_7, $($test),*);
+        with_each_containerd!(@one v2, Containerd::V2, $($test),*);
+    };
+    (@one $name:ident, $which:expr, $($test:ident),*) => {
+        mod $name {
+            use super::Containerd;
+            $(
+                #[test]
+                fn $test() {
+                    if let Some(node) = $which.node().unwrap() {
+                        super::$test(node);
+                    }
+                }
+            )*
+        }
+    };
+}
+
+with_each_containerd!(
+    a_pod_made_when_the_node_says_protected_has_the_plugin_whoever_wrote_the_config,
+    fifty_rewrites_are_each_loaded_and_the_network_is_never_lost,
+    a_runtime_that_missed_a_change_is_woken,
+    an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled,
+    nothing_less_than_the_runtimes_word_makes_the_node_protected,
+);
+
+#[test]
+fn with_a_drop_in_file_even_what_a_primary_writes_at_boot_is_protected() {
+    if let Some(node) = Containerd::V2.node().unwrap() {
+        drop_in(node);
+    }
+}
+
+#[test]
+fn a_runtime_that_reads_no_drop_in_files_gets_the_entry_in_the_list() {
+    for which in [Containerd::Machine, Containerd::V1_7] {
+        if let Some(node) = which.node().unwrap() {
+            no_drop_in(node);
+        }
+    }
+}
 
 const PROTECTED: &str = "protection of new pods changed state=\"protected\"";
 
@@ -34,6 +80,32 @@ impl Half {
         fs::write(&entry, node.mesh_entry().to_string()).unwrap();
         let mut command = nobypass(node, &["run", "--log=nobypass=debug"]);
         command.arg("--cni-entry").arg(entry).arg("--cri-endpoint").arg(node.cri_socket());
+        Self::spawn(node, command)
+    }
+
+    /// In place of the mesh's installer, with a drop-in file.
+    fn install(node: &Node) -> Self {
+        let image = node.base_dir().join("image");
+        if !image.exists() {
+            let account = node.base_dir().join("account");
+            fs::create_dir(&image).unwrap();
+            fs::create_dir(&account).unwrap();
+            fs::copy(nobypass_testkit::bin("cni-mesh").unwrap(), image.join("linkerd-cni")).unwrap();
+            fs::write(account.join("token"), "token").unwrap();
+            let pem = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n";
+            fs::write(account.join("ca.crt"), pem).unwrap();
+        }
+        let mut command =
+            nobypass(node, &["run", "--log=nobypass=debug", "--cni-mode=install", "--cni-drop-in"]);
+        command
+            .env("CNI_NETWORK_CONFIG", node.mesh_entry().to_string())
+            .env("CONTAINER_CNI_BIN_DIR", &image)
+            .env("NOBYPASS_SERVICE_ACCOUNT_DIR", node.base_dir().join("account"))
+            .env("KUBERNETES_SERVICE_HOST", "192.0.2.1")
+            .arg("--cni-bin-dir")
+            .arg(node.cni_bin_dir())
+            .arg("--cri-endpoint")
+            .arg(node.cri_socket());
         Self::spawn(node, command)
     }
 
@@ -128,9 +200,7 @@ fn pod_is_meshed(node: &Node, name: &str) {
     node.remove_pod(&pod).unwrap();
 }
 
-#[test]
-fn a_pod_made_when_the_node_says_protected_has_the_plugin_whoever_wrote_the_config() {
-    let node = Node::new().unwrap();
+fn a_pod_made_when_the_node_says_protected_has_the_plugin_whoever_wrote_the_config(node: Node) {
     let half = Half::start(&node);
     let path = active(&node);
     half.protected_again("the first config", || rename_over(&path, &bare(&node, 1)));
@@ -175,9 +245,7 @@ fn worst_status(socket: &Path, done: &AtomicBool) -> (Vec<String>, usize) {
     (bad, answers)
 }
 
-#[test]
-fn fifty_rewrites_are_each_loaded_and_the_network_is_never_lost() {
-    let node = Node::new().unwrap();
+fn fifty_rewrites_are_each_loaded_and_the_network_is_never_lost(node: Node) {
     let half = Half::start(&node);
     half.protected_again("the first config", || rename_over(&active(&node), &bare(&node, 0)));
     let done = AtomicBool::new(false);
@@ -210,9 +278,7 @@ fn fifty_rewrites_are_each_loaded_and_the_network_is_never_lost() {
 }
 
 /// containerd#11711: a file that is renamed or linked in from elsewhere is not noticed by containerd.
-#[test]
-fn a_runtime_that_missed_a_change_is_woken() {
-    let node = Node::new().unwrap();
+fn a_runtime_that_missed_a_change_is_woken(node: Node) {
     let path = active(&node);
     let aside = node.base_dir().join("aside");
     // Nobody wakes it here: what follows is not noticed by itself.
@@ -255,9 +321,7 @@ fn a_runtime_that_missed_a_change_is_woken() {
     node.stop().unwrap();
 }
 
-#[test]
-fn an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled() {
-    let node = Node::new().unwrap();
+fn an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled(node: Node) {
     let path = active(&node);
     let mut learning = nobypass(&node, &["run"]);
     learning.arg("--cri-endpoint").arg(node.cri_socket());
@@ -282,9 +346,7 @@ fn an_entry_that_was_learnt_outlives_sigterm_and_goes_when_uninstalled() {
     node.stop().unwrap();
 }
 
-#[test]
-fn nothing_less_than_the_runtimes_word_makes_the_node_protected() {
-    let node = Node::new().unwrap();
+fn nothing_less_than_the_runtimes_word_makes_the_node_protected(node: Node) {
     let other = node.base_dir().join("other.d");
     fs::create_dir(&other).unwrap();
     fs::write(other.join("10-node.conflist"), meshed(&node, 1)).unwrap();
@@ -318,6 +380,78 @@ fn nothing_less_than_the_runtimes_word_makes_the_node_protected() {
     wait::until("the list", wait::HANG, || (loaded(&node) == Some((2, 1))).then_some(())).unwrap();
     std::os::unix::fs::symlink(node.cri_socket(), &late).unwrap();
     half.protected_again("the socket", || {});
+    half.terminate();
+    node.stop().unwrap();
+}
+
+/// What the runtime runs for a new pod, drop-in files included.
+fn runs(node: &Node) -> Vec<String> {
+    let mut client = node.cri().runtime();
+    let request = api::StatusRequest { verbose: true };
+    let status = node.cri().call("Status", async move { client.status(request).await }).unwrap();
+    let info: Value = serde_json::from_str(&status.info["cniconfig"]).unwrap();
+    let networks = info["Networks"].as_array().cloned().unwrap_or_default();
+    let network = networks.iter().find(|network| network["IFName"] != "lo");
+    let plugins = network.and_then(|network| network["Config"]["Plugins"].as_array());
+    let kind = |plugin: &Value| plugin["Network"]["type"].as_str().map(str::to_owned);
+    plugins.into_iter().flatten().filter_map(kind).collect()
+}
+
+/// containernetworking/cni#1164: only the runtime knows whether it reads such files. istio#55968: what a primary writes
+/// before any agent runs.
+fn drop_in(node: Node) {
+    let path = active(&node);
+    let file = node.cni_net_dir().join("node-net/zz-nobypass.conf");
+    // The mesh's own installer was here: its entry and ours would run the plugin twice.
+    let mut theirs = node.mesh_entry();
+    theirs["theirs"] = true.into();
+    rename_over(&path, &numbered(&node.conflist(std::slice::from_ref(&theirs)), 1));
+    let half = Half::install(&node);
+    half.until("protection", || (half.count(PROTECTED) == 1).then_some(()));
+    assert_eq!(fs::read_to_string(&path).unwrap().matches("linkerd-cni").count(), 0, "out of the list");
+    assert_eq!(runs(&node), ["bridge", "linkerd-cni"]);
+    pod_is_meshed(&node, "installed");
+    // A primary writes, and not a byte of it is touched.
+    rename_over(&path, &bare(&node, 2));
+    half.until("the second list", || (loaded(&node) == Some((2, 0))).then_some(()));
+    assert_eq!(runs(&node), ["bridge", "linkerd-cni"]);
+    pod_is_meshed(&node, "rewritten");
+    assert_eq!(fs::read_to_string(&path).unwrap(), bare(&node, 2));
+    half.terminate();
+    // No agent, as at boot.
+    rename_over(&path, &bare(&node, 3));
+    wait::until("the third list", wait::HANG, || (loaded(&node) == Some((3, 0))).then_some(())).unwrap();
+    pod_is_meshed(&node, "boot");
+    // Without its drop-in file the runtime's word is what counts, and the file comes back.
+    fs::remove_file(&file).unwrap();
+    rename_over(&path, &bare(&node, 4));
+    wait::until("the list alone", wait::HANG, || (runs(&node) == ["bridge"]).then_some(())).unwrap();
+    let half = Half::install(&node);
+    half.until("protection", || (half.count(PROTECTED) == 1).then_some(()));
+    assert_eq!(runs(&node), ["bridge", "linkerd-cni"]);
+    let status = nobypass(&node, &["status"]).output().unwrap();
+    assert!(status.status.success(), "{status:?}");
+    half.terminate();
+    let mut uninstall = nobypass(&node, &["uninstall", "--cni-mode=install"]);
+    uninstall.env("CNI_NETWORK_CONFIG", node.mesh_entry().to_string());
+    uninstall.arg("--cni-bin-dir").arg(node.cni_bin_dir());
+    let ended = proc::output(uninstall, "", wait::HANG).unwrap();
+    assert!(ended.status.success() && !file.exists() && !file.parent().unwrap().exists(), "{ended:?}");
+    // The mesh's own entry is back, and with it the plugin that it needs.
+    wait::until("the mesh's own entry", wait::HANG, || (loaded(&node) == Some((4, 1))).then_some(()))
+        .unwrap();
+    assert!(fs::read_to_string(&path).unwrap().contains("\"theirs\": true"));
+    assert_eq!(runs(&node), ["bridge", "linkerd-cni"]);
+    pod_is_meshed(&node, "given-back");
+    node.stop().unwrap();
+}
+
+fn no_drop_in(node: Node) {
+    let half = Half::install(&node);
+    half.protected_again("the first config", || rename_over(&active(&node), &bare(&node, 1)));
+    assert_eq!(loaded(&node), Some((1, 1)));
+    assert!(half.log().contains("containerd reads drop-in files from 2.1 on"), "{}", half.log());
+    assert!(!node.cni_net_dir().join("node-net").exists());
     half.terminate();
     node.stop().unwrap();
 }

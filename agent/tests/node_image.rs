@@ -17,6 +17,9 @@ mod support {
     pub mod yaml;
 }
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+
 use nobypass_testkit::node::{ExecOutput, Node, Pod};
 use nobypass_testkit::{proc, wait};
 use serde_json::Value;
@@ -63,12 +66,7 @@ fn two_builds_of_the_image_are_the_same_to_the_byte() {
     let first = build_image(&dir.path().join("1"));
     // Linked anew, not copied.
     let main = repository().join("agent/src/main.rs");
-    std::fs::File::options()
-        .append(true)
-        .open(main)
-        .unwrap()
-        .set_modified(std::time::SystemTime::now())
-        .unwrap();
+    fs::File::options().append(true).open(main).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
     assert!(first == build_image(&dir.path().join("2")), "two images differ");
 }
 
@@ -105,9 +103,9 @@ fn it_does_the_demos_job_with_what_the_manifest_grants() {
         (nobypass(&node, &agent, &["cni", "status"]).exit_code == 0).then_some(())
     })
     .unwrap();
-    std::fs::write(&path, node.conflist(&[])).unwrap();
+    fs::write(&path, node.conflist(&[])).unwrap();
     wait::until("the mesh's entry to be put back", wait::HANG, || {
-        std::fs::read_to_string(&path).unwrap().contains("linkerd-cni").then_some(())
+        fs::read_to_string(&path).unwrap().contains("linkerd-cni").then_some(())
     })
     .unwrap_or_else(|error| panic!("{error}: {}", log(&node, &agent)));
     assert!(!log(&node, &agent).contains("panicked"));
@@ -125,6 +123,99 @@ fn it_does_the_demos_job_with_what_the_manifest_grants() {
         differences.extend(shape::differences(command, &json));
     }
     assert_eq!(differences, [""; 0], "fields");
+    // Confined as the manifest says, and with room for more.
+    let process = process(&agent);
+    let said = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    assert!(said.contains("\nSeccomp:\t2\n") && said.contains("\nNoNewPrivs:\t1\n"), "{said}");
+    let (limit, peak) = memory(process);
+    let wanted = u64::try_from(manifest.memory("limits")).unwrap();
+    println!("memory of the container, kernel's maps included: {peak} bytes at most, {limit} allowed");
+    assert_eq!(limit, wanted);
+    assert!(peak < wanted / 2, "{peak} of {wanted}");
+    node.remove_pod(&agent).unwrap();
+}
+
+/// The agent's process.
+fn process(agent: &Pod) -> u32 {
+    let processes = agent.container_cgroup(CONTAINER).unwrap().join("cgroup.procs");
+    let text = fs::read_to_string(&processes).unwrap();
+    text.lines().next().unwrap_or_else(|| panic!("{}", processes.display())).parse().unwrap()
+}
+
+/// Limit and peak of a process's memory cgroup, of either version.
+fn memory(process: u32) -> (u64, u64) {
+    let cgroups = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap();
+    let old = cgroups.lines().find_map(|line| line.split_once(":memory:").map(|(_, path)| path));
+    let (dir, files) = match old {
+        Some(path) => (format!("/sys/fs/cgroup/memory{path}"), ["limit_in_bytes", "max_usage_in_bytes"]),
+        None => {
+            let path = cgroups.lines().find_map(|line| line.strip_prefix("0::")).unwrap();
+            (format!("/sys/fs/cgroup{path}"), ["max", "peak"])
+        }
+    };
+    let [limit, peak] = files.map(|file| {
+        let text = fs::read_to_string(format!("{dir}/memory.{file}")).unwrap();
+        text.trim().parse().unwrap_or_else(|error| panic!("{dir}: memory.{file}: {error}: {text}"))
+    });
+    (limit, peak)
+}
+
+/// What the chart adds for repairs.
+fn capabilities_of_repairs() -> Vec<String> {
+    let text = fs::read_to_string(repository().join("deploy/chart/values.yaml")).unwrap();
+    let values: Value = serde_saphyr::from_str(&text).unwrap();
+    let list = values["capabilities"]["repair"].as_array().unwrap();
+    list.iter().map(|name| name.as_str().unwrap().to_owned()).collect()
+}
+
+/// Lets the mesh's plugin find iptables' older variant, as on nodes that have no other.
+fn with_legacy_iptables(node: &Node) {
+    let tools = node.base_dir().join("legacy");
+    fs::create_dir(&tools).unwrap();
+    for name in ["iptables-restore", "ip6tables-restore"] {
+        std::os::unix::fs::symlink("/usr/sbin/xtables-legacy-multi", tools.join(name)).unwrap();
+    }
+    let (plugin, real) = (node.cni_bin_dir().join("linkerd-cni"), node.cni_bin_dir().join("real"));
+    fs::rename(&plugin, &real).unwrap();
+    let script = format!("#!/bin/sh\nPATH={}:$PATH exec {}\n", tools.display(), real.display());
+    fs::write(&plugin, script).unwrap();
+    fs::set_permissions(&plugin, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn it_repairs_in_place_and_says_what_it_lacks_for_that() {
+    let node = node();
+    let early = unprotected(&node, "early");
+    with_legacy_iptables(&node);
+    node.write_conflist(true).unwrap();
+    let mut manifest = Manifest::read(&node, "audit");
+    for (name, value) in [("REMEDY_REPAIR", "on"), ("REMEDY_GRACE", "0"), ("SETTLE_MS", "100")] {
+        manifest.set(&format!("NOBYPASS_{name}"), value);
+    }
+    let more = capabilities_of_repairs();
+    let all = [manifest.capabilities(), more.clone()].concat();
+    // The rest is needed for asking pods already, and tried there.
+    let lacks = [("NET_RAW", "unable to initialize table 'nat'"), ("SYS_CHROOT", "SYS_CHROOT")];
+    assert_eq!(more, lacks.map(|(name, _)| name), "capabilities of the chart and of this test");
+    for (capability, says) in lacks {
+        let set: Vec<String> = all.iter().filter(|name| *name != capability).cloned().collect();
+        let agent = manifest.start(&node, &set);
+        let said = wait::until("the failure", wait::HANG, || {
+            log(&node, &agent).lines().find(|line| line.contains("RepairFailed")).map(str::to_owned)
+        });
+        let said = said.unwrap_or_else(|error| panic!("{error}: {}", log(&node, &agent)));
+        assert!(said.contains(says), "without {capability}: {said}");
+        assert_eq!(connect(&node, &early, "app").answer(), Some("plain"), "without {capability}");
+        node.remove_pod(&agent).unwrap();
+    }
+    let agent = manifest.start(&node, &all);
+    let saw = wait::until("the repair", wait::HANG, || {
+        (connect(&node, &early, "app").answer() == Some("mesh")).then_some(())
+    });
+    saw.unwrap_or_else(|error| panic!("{error}: {}", log(&node, &agent)));
+    let (limit, peak) = memory(process(&agent));
+    println!("memory of the container, the plugin's included: {peak} bytes at most, {limit} allowed");
+    assert!(peak < limit / 2, "{peak} of {limit}");
     node.remove_pod(&agent).unwrap();
 }
 
@@ -165,6 +256,14 @@ fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
     }
     assert_eq!(base.len(), 3, "a capability of the manifest is not in this test: {all:?}");
 
+    // With nothing but these, as without probes, all programs are in effect.
+    let agent = manifest.start(&node, &base);
+    until(&node, &agent, "the programs", |status| {
+        let hooks = status["hooks"].as_array().filter(|hooks| hooks.len() >= 6)?;
+        hooks.iter().all(|hook| hook["effective"] == true).then_some(())
+    });
+    node.remove_pod(&agent).unwrap();
+
     let complete = [("", "not_redirected")];
     for (capability, says) in complete.iter().chain(&probing) {
         let set = if capability.is_empty() { all.clone() } else { but(&all, capability) };
@@ -185,22 +284,21 @@ fn without_any_one_of_its_capabilities_something_with_a_name_fails() {
 /// Starts Prometheus in the node's network with the rules of deploy/prometheus, without their waiting times.
 fn prometheus(node: &Node) -> proc::Proc {
     let dir = node.base_dir().join("prometheus");
-    std::fs::create_dir(&dir).unwrap();
-    let rules = std::fs::read_to_string(repository().join("deploy/prometheus/rules.yaml")).unwrap();
+    fs::create_dir(&dir).unwrap();
+    let rules = fs::read_to_string(repository().join("deploy/prometheus/rules.yaml")).unwrap();
     let at_once = rules.lines().filter(|line| !line.trim_start().starts_with("for: "));
-    std::fs::write(dir.join("rules.yaml"), at_once.map(|line| format!("{line}\n")).collect::<String>())
-        .unwrap();
+    fs::write(dir.join("rules.yaml"), at_once.map(|line| format!("{line}\n")).collect::<String>()).unwrap();
     // As the chart's PodMonitor has it: the metrics' own labels count, and the node's name is added.
     let config = "global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [rules.yaml]\n\
         scrape_configs:\n- job_name: nobypass\n  honor_labels: true\n  static_configs:\n\
         \x20 - targets: ['127.0.0.1:9910']\n    labels: {node: n1, namespace: nobypass-system, pod: nobypass-x}\n";
-    std::fs::write(dir.join("prometheus.yml"), config).unwrap();
+    fs::write(dir.join("prometheus.yml"), config).unwrap();
     let mut command = node.command("prometheus").unwrap();
     // Absolute: entering the node's mount namespace changes the working directory.
     command.arg(format!("--config.file={}", dir.join("prometheus.yml").display()));
     command.arg(format!("--storage.tsdb.path={}", dir.join("data").display()));
     command.arg("--web.listen-address=127.0.0.1:9090");
-    command.stderr(std::fs::File::create(dir.join("log")).unwrap());
+    command.stderr(fs::File::create(dir.join("log")).unwrap());
     proc::spawn(command).unwrap()
 }
 
@@ -226,7 +324,7 @@ fn expect_alert(node: &Node, name: &str, labels: &[(&str, &str)]) {
         (!found.as_array()?.is_empty()).then_some(())
     });
     fired.unwrap_or_else(|error| {
-        let log = std::fs::read_to_string(node.base_dir().join("prometheus/log")).unwrap();
+        let log = fs::read_to_string(node.base_dir().join("prometheus/log")).unwrap();
         panic!("{error}: {:?}\n{log}", query(node, "ALERTS"))
     });
 }

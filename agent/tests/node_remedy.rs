@@ -14,17 +14,24 @@ mod support {
 }
 
 use std::fs;
-use std::time::Instant;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
+use nobypass::node::desired::{CONDITION, LABEL, TAINT};
+use nobypass_testkit::apiserver::{self, ApiServer, Pod as Object};
 use nobypass_testkit::node::{EXT_PORT, EXT4, Node, Pod};
 use nobypass_testkit::traffic::{Running, Traffic};
 use nobypass_testkit::wait;
 use serde_json::{Value, json};
-use support::agent::{Agent, Metrics};
+use support::agent::{Agent, Launch, Metrics};
 use support::node::{connect, launch, node, recognised, shown, unprotected};
 
 /// An agent that keeps `entry` in the node's config and repairs at once; evictions are only said.
 fn repairing(node: &Node, entry: &Value) -> Agent {
+    repairing_launch(node, entry, "1").args(["--pods", "cri"]).start().ready()
+}
+
+fn repairing_launch(node: &Node, entry: &Value, timeout: &str) -> Launch {
     let file = node.base_dir().join("entry.json");
     fs::write(&file, entry.to_string()).unwrap();
     let net_d = node.cni_net_dir();
@@ -39,10 +46,48 @@ fn repairing(node: &Node, entry: &Value) -> Agent {
             "--remedy-grace",
             "0",
         ])
-        .args(["--settle-ms", "100", "--repair-timeout", "1", "--pods", "cri", "--cni-dir"])
+        .args(["--settle-ms", "100", "--repair-timeout", timeout, "--cni-dir"])
         .args([net_d.as_os_str(), "--cni-entry".as_ref(), file.as_os_str()])
-        .start()
-        .ready()
+}
+
+/// An API server in the node's own network, with the node and these pods, each of a ReplicaSet's.
+struct Cluster {
+    server: ApiServer,
+    kubeconfig: PathBuf,
+}
+
+const NODE: &str = "n1";
+
+impl Cluster {
+    fn new(node: &Node, pods: &[&Pod]) -> Self {
+        let server = node.netns().run_in(ApiServer::start).unwrap().unwrap();
+        let mut object = apiserver::node(NODE);
+        object["spec"]["taints"] = json!([{ "key": TAINT, "effect": "NoExecute" }]);
+        server.create(object).unwrap();
+        for pod in pods {
+            let object = Object::new(&pod.spec.namespace, &pod.spec.name).uid(&pod.spec.uid).node(NODE);
+            let object = object.owner("apps/v1", "ReplicaSet", "early", "owner-uid");
+            let object = object.label("linkerd.io/control-plane-ns", "linkerd");
+            let object = pod.spec.annotations.iter().fold(object, |object, (k, v)| object.annotation(k, v));
+            server.create(object.container("linkerd-proxy", "p:1").build()).unwrap();
+        }
+        let kubeconfig = node.base_dir().join("kubeconfig");
+        server.write_kubeconfig(&kubeconfig).unwrap();
+        Self { server, kubeconfig }
+    }
+
+    fn start(&self, launch: Launch) -> Agent {
+        let gate = ["--gate-condition", "--gate-label", "--startup-taint", TAINT];
+        let launch = launch.args(["--pods", "both", "--node-name", NODE, "--kubeconfig"]);
+        launch.args([&self.kubeconfig]).args(gate).start().ready()
+    }
+
+    /// Actions of the Events on pods, in the order in which they came.
+    fn said(&self) -> Vec<String> {
+        let events = self.server.bodies("create", "events").into_iter();
+        let of_pods = events.filter(|event| event["regarding"]["kind"] == "Pod");
+        of_pods.map(|event| event["action"].as_str().unwrap().to_owned()).collect()
+    }
 }
 
 fn proxy_is_up(node: &Node, pod: &Pod) {
@@ -55,6 +100,14 @@ fn repairs(metrics: &Metrics, result: &str) -> u64 {
 
 fn safe(agent: &Agent) {
     agent.until("the gate", |agent| (agent.metrics().sum("node_ready", &[]) == 1).then_some(()));
+}
+
+/// The time of a log line, since midnight.
+fn at(line: &str) -> Duration {
+    let clock = line.split_once('T').unwrap().1.split_once('Z').unwrap().0;
+    let mut parts = clock.split(':').map(|part| part.parse::<f64>().unwrap());
+    let mut next = || parts.next().unwrap();
+    Duration::from_secs_f64(next() * 3600.0 + next() * 60.0 + next())
 }
 
 fn calls(node: &Node, command: &str) -> usize {
@@ -85,6 +138,10 @@ fn a_pod_that_started_before_the_plugin_gets_well_without_a_restart() {
     assert_eq!(processes(), before, "nobody was restarted");
     assert_eq!(calls(&node, "ADD"), 1);
     agent.line(&["remedy", "pod=early", "MeshRedirectRepaired"]);
+    // A second is what is promised; the bound leaves room for a machine that is busy with something else.
+    let took = at(&agent.line(&["MeshRedirectRepaired"])) - at(&agent.line(&["gate changed", "open=true"]));
+    println!("proven {took:?} after the gate opened");
+    assert!(took < Duration::from_secs(10), "{took:?}");
 
     let metrics = agent.metrics();
     assert_eq!(metrics.sum("pods_started_unprotected_total", &[]), 1);
@@ -218,6 +275,149 @@ fn many_pods_that_started_before_the_plugin_are_all_repaired() {
     assert_eq!(calls(&node, "ADD"), PODS, "once each");
     assert_eq!(metrics.sum("remedy_actions_total", &[("action", "evict")]), 0, "{metrics:?}");
     assert_eq!(metrics.sum("pods_started_unprotected_total", &[]), all);
+    // Rate and order: how many, how long each took, and that each was said before it was done.
+    assert_eq!(metrics.sum("remedy_repair_duration_seconds_count", &[]), all);
+    assert_eq!(repairs(&metrics, "rate_limited") + repairs(&metrics, "paused"), 0, "{metrics:?}");
+    let log = agent.log();
+    let place =
+        |words: &[&str]| log.lines().position(|line| words.iter().all(|word| line.contains(word))).unwrap();
+    for pod in &pods {
+        let name = format!("pod={} ", pod.spec.name);
+        let [seen, begun, done] =
+            ["Detecting", "Repairing", "MeshRedirectRepaired"].map(|word| place(&["remedy", &name, word]));
+        assert!(seen < begun && begun < done, "{name}: {seen} {begun} {done}");
+    }
+    assert!(agent.terminate().success());
+    node.stop().unwrap();
+}
+
+/// With the cluster: the taint goes before anything is repaired, the pod's owner is looked up when the plugin fails, and
+/// Events tell it all.
+#[test]
+fn the_cluster_is_told_and_a_plugin_that_fails_leads_to_the_eviction() {
+    let node = node();
+    let pod = unprotected(&node, "early");
+    proxy_is_up(&node, &pod);
+    let cluster = Cluster::new(&node, &[&pod]);
+    let mut entry = node.mesh_entry();
+    entry["testkit"]["fail"] = json!("iptables: no such chain");
+    let agent = cluster.start(repairing_launch(&node, &entry, "5").args(["--remedy-label", "on"]));
+    recognised(&agent, &pod);
+    safe(&agent);
+    let object = || cluster.server.get("nodes", "", NODE).unwrap();
+    agent.until("the node", |_| {
+        let node = object();
+        let conditions = node["status"]["conditions"].as_array().unwrap().clone();
+        let is_true = |of: &Value| of["type"] == CONDITION && of["status"] == "True";
+        let told = node["metadata"]["labels"][LABEL] == "ready" && conditions.iter().any(is_true);
+        (told && node["spec"]["taints"].as_array().is_none_or(Vec::is_empty)).then_some(())
+    });
+    assert_eq!(connect(&node, &pod, "app").saw(), "plain");
+    let dry_run = [("action", "evict"), ("result", "dry_run")];
+    agent.until("the eviction", |agent| {
+        (agent.metrics().sum("remedy_actions_total", &dry_run) == 1).then_some(())
+    });
+    agent.until("its Event", |_| cluster.said().contains(&"WouldEvict".to_owned()).then_some(()));
+    let said = cluster.said();
+    assert_eq!((said.first().unwrap().as_str(), said.last().unwrap().as_str()), ("Detecting", "WouldEvict"));
+    let notes: Vec<String> = cluster
+        .server
+        .bodies("create", "events")
+        .iter()
+        .map(|event| event["note"].as_str().unwrap_or_default().to_owned())
+        .collect();
+    assert!(notes.iter().any(|note| note.contains("iptables: no such chain")), "{notes:?}");
+    assert_eq!(cluster.server.count("create", "pods/eviction"), 0, "only said");
+    let label = || {
+        let found = cluster.server.get("pods", &pod.spec.namespace, "early").unwrap();
+        found["metadata"]["labels"]["nobypass.dev/bypassing"].clone()
+    };
+    assert_eq!(label(), "true");
+    assert!(agent.terminate().success());
+
+    // The plugin works again: the same pod is repaired after all, and the label goes.
+    let agent =
+        cluster.start(repairing_launch(&node, &node.mesh_entry(), "5").args(["--remedy-label", "on"]));
+    recognised(&agent, &pod);
+    agent.until("redirection", |_| (connect(&node, &pod, "app").saw() == "mesh").then_some(()));
+    agent.until("the label's end", |_| label().is_null().then_some(()));
+    assert!(cluster.said().contains(&"Repaired".to_owned()), "{:?}", cluster.said());
+    assert!(agent.terminate().success());
+    node.stop().unwrap();
+}
+
+/// A gate that flaps and a plugin that fails for all: the calls of the plugin stay few.
+#[test]
+fn a_storm_calls_the_plugin_a_bounded_number_of_times() {
+    const PODS: usize = 8;
+    let node = node();
+    let pods: Vec<Pod> = (0..PODS).map(|n| unprotected(&node, &format!("early-{n}"))).collect();
+    for pod in &pods {
+        proxy_is_up(&node, pod);
+    }
+    let mut entry = node.mesh_entry();
+    entry["testkit"]["fail"] = json!("no");
+    let agent = repairing(&node, &entry);
+    safe(&agent);
+    // Somebody takes the mesh's entry out, and the agent puts it back: the gate closes and opens.
+    let (list, temporary) = (node.cni_net_dir().join("10-node.conflist"), node.cni_net_dir().join(".bare"));
+    for _ in 0..3 {
+        fs::write(&temporary, node.conflist(&[])).unwrap();
+        fs::rename(&temporary, &list).unwrap();
+        for pod in &pods {
+            connect(&node, pod, "app");
+        }
+    }
+    agent.line(&["gate changed", "open=false"]);
+    agent.until("the pause", |agent| (agent.metrics().sum("remedy_paused", &[]) == 1).then_some(()));
+    let before = calls(&node, "ADD");
+    for _ in 0..5 {
+        for pod in &pods {
+            connect(&node, pod, "app");
+        }
+    }
+    let after = calls(&node, "ADD");
+    println!("{after} calls of the plugin");
+    // Five failures in a row stop it; those that were under way then may still fail.
+    assert!(after <= 5 + 4 && after - before <= 2, "{before} and then {after}");
+    let metrics = agent.metrics();
+    assert_eq!(metrics.sum("remedy_actions_total", &[("action", "evict")]), 0, "a successor would not start");
+    assert!(repairs(&metrics, "paused") >= 1, "{metrics:?}");
+    assert!(agent.terminate().success());
+    node.stop().unwrap();
+}
+
+/// The plugin that Linkerd ships, if `NOBYPASS_LINKERD_CNI` names one: it asks the API server about the pod and calls
+/// `nsenter` and `iptables` of the node.
+#[test]
+fn linkerds_own_plugin_repairs_a_running_pod() {
+    let Some(plugin) = std::env::var_os("NOBYPASS_LINKERD_CNI") else {
+        println!(
+            "skipped: NOBYPASS_LINKERD_CNI does not name Linkerd's CNI plugin (the binary linkerd-cni of its image)"
+        );
+        return;
+    };
+    let plugin = fs::canonicalize(&plugin).unwrap_or_else(|error| panic!("NOBYPASS_LINKERD_CNI: {error}"));
+    let node = node();
+    let installed = node.cni_bin_dir().join("linkerd-cni");
+    fs::remove_file(&installed).unwrap();
+    std::os::unix::fs::symlink(&plugin, &installed).unwrap();
+    let pod = unprotected(&node, "early");
+    proxy_is_up(&node, &pod);
+    let before = fs::read_to_string(pod.container_cgroup("app").unwrap().join("cgroup.procs")).unwrap();
+    assert_eq!(connect(&node, &pod, "app").saw(), "plain");
+    let cluster = Cluster::new(&node, &[&pod]);
+    let mut entry = node.mesh_entry();
+    entry["kubernetes"]["kubeconfig"] = json!(cluster.kubeconfig);
+    entry.as_object_mut().unwrap().shift_remove("testkit");
+    let agent = cluster.start(repairing_launch(&node, &entry, "30"));
+    recognised(&agent, &pod);
+    safe(&agent);
+    agent.until("redirection", |_| (connect(&node, &pod, "app").saw() == "mesh").then_some(()));
+    agent.until("the proof", |agent| (repairs(&agent.metrics(), "success") == 1).then_some(()));
+    println!("{}", agent.line(&["MeshRedirectRepaired"]));
+    let after = fs::read_to_string(pod.container_cgroup("app").unwrap().join("cgroup.procs")).unwrap();
+    assert_eq!(after, before, "nobody was restarted");
     assert!(agent.terminate().success());
     node.stop().unwrap();
 }

@@ -73,6 +73,11 @@ const BENCHES: [Bench; 10] = [
         "from the agent's start with 250 pods to all of them judged",
         Run::Target("kernel-tests"),
     ),
+    kernel(
+        "enforce-latency",
+        "how long a refused connect() and a question to a pod take, beside what is promised",
+        Run::Target("kernel-tests"),
+    ),
     Bench {
         name: "cni-plan",
         about: "ns to plan the change of a CNI config file",
@@ -101,7 +106,7 @@ pub fn names() -> [&'static str; BENCHES.len()] {
 
 /// `name  about` of each, for `--help`.
 pub fn help() -> String {
-    let lines = BENCHES.iter().map(|bench| format!("\n  {:<12} {}", bench.name, bench.about));
+    let lines = BENCHES.iter().map(|bench| format!("\n  {:<15} {}", bench.name, bench.about));
     format!("Benchmarks:{}", lines.collect::<String>())
 }
 

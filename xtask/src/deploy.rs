@@ -1,6 +1,7 @@
 //! What is in `deploy/`: renders the manifests from the chart, and checks chart, manifests and alerts with the programs
 //! that their users have.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
@@ -20,66 +21,12 @@ const NAMESPACE: &str = "nobypass-system";
 const MODES: [&str; 2] = ["audit", "enforce"];
 /// Kubernetes versions against which everything is checked: the oldest supported one to the newest.
 const KUBERNETES: [&str; 3] = ["1.33", "1.35", "1.37"];
-/// Sets of values, each of which is rendered and checked: what a template does only then is seen too.
-const VARIANTS: [(&str, &[&str]); 13] = [
-    (
-        "everything",
-        &[
-            "metrics.service=true",
-            "metrics.podMonitor.enabled=true",
-            "metrics.prometheusRule.enabled=true",
-            "metrics.dashboard.enabled=true",
-            "networkPolicy.enabled=true",
-            "image.pullSecrets={registry}",
-            "cni.entry=\\{\\}",
-        ],
-    ),
-    (
-        "gate and remedies",
-        &[
-            "gate.condition=true",
-            "gate.label=true",
-            "gate.startupTaints={nobypass.dev/not-ready}",
-            "gate.retaint=NoExecute",
-            "gate.pods={istio-system/app=ztunnel}",
-            "remedies.label=on",
-            "remedies.repair=on",
-            "remedies.evict=on",
-        ],
-    ),
-    (
-        "nothing",
-        &[
-            "cni.mode=off",
-            "mode=off",
-            "metrics.annotations=false",
-            "tolerations=null",
-            "agent.pods=cri",
-            "probe.enabled=false",
-        ],
-    ),
-    (
-        "install",
-        &["cni.mode=install", "cni.install.image=cr.l5d.io/linkerd/cni-plugin:v1.6.0", "cni.entry=\\{\\}"],
-    ),
-    ("kind", &["platform=kind"]),
-    ("k3s", &["platform=k3s"]),
-    ("eks", &["platform=eks"]),
-    ("gke", &["platform=gke"]),
-    ("aks", &["platform=aks"]),
-    ("bottlerocket", &["platform=bottlerocket"]),
-    ("talos", &["platform=talos"]),
-    ("microk8s", &["platform=microk8s"]),
-    ("openshift", &["platform=openshift", "cni.runtime=crio"]),
-];
-
 /// Writes the manifests.
 pub fn render() -> Result<()> {
     setup::ensure(DEPLOY)?;
     for mode in MODES {
         let file = manifest(mode);
-        fs::write(&file, template(&[&format!("mode={mode}")])?)
-            .with_context(|| format!("cannot write {}", file.display()))?;
+        fs::write(&file, of_mode(mode)?).with_context(|| format!("cannot write {}", file.display()))?;
         println!("{}", file.display());
     }
     Ok(())
@@ -117,13 +64,23 @@ fn found(program: Result<PathBuf, String>) -> Result<Command> {
     program.map(command).map_err(anyhow::Error::msg)
 }
 
-fn template(values: &[&str]) -> Result<String> {
+/// Sets of values, each of which is rendered and checked: what a template does only then is seen too.
+fn variants() -> Result<Vec<PathBuf>> {
+    let dir = deploy().join("chart/ci");
+    let entries = fs::read_dir(&dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let mut files = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    files.sort();
+    Ok(files)
+}
+
+fn of_mode(mode: &str) -> Result<String> {
+    template(&["--set", &format!("mode={mode}")])
+}
+
+fn template<S: AsRef<OsStr>>(values: &[S]) -> Result<String> {
     let mut helm = found(HELM.find())?;
     helm.args(["template", "nobypass"]).arg(deploy().join("chart")).args(["--namespace", NAMESPACE]);
-    for value in values {
-        helm.args(["--set", value]);
-    }
-    Ok(output(&mut helm)?.trim_start_matches("---\n").to_owned())
+    Ok(output(helm.args(values))?.trim_start_matches("---\n").to_owned())
 }
 
 fn lint() -> Result<()> {
@@ -135,7 +92,7 @@ fn manifests() -> Result<()> {
         let file = manifest(mode);
         let there = fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         anyhow::ensure!(
-            there == template(&[&format!("mode={mode}")])?,
+            there == of_mode(mode)?,
             "{} is not what the chart renders: run `cargo xtask render`",
             file.display()
         );
@@ -147,9 +104,10 @@ fn valid() -> Result<()> {
     let dir = Workspace::read()?.target_dir.join("deploy");
     fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let mut files: Vec<PathBuf> = MODES.map(manifest).into();
-    for (name, values) in VARIANTS {
-        let text = template(values).with_context(|| format!("variant {name}"))?;
-        let file = dir.join(format!("{name}.yaml"));
+    for values in variants()? {
+        let text = template(&[OsStr::new("--values"), values.as_os_str()])
+            .with_context(|| format!("with {}", values.display()))?;
+        let file = dir.join(values.file_name().unwrap_or_default());
         fs::write(&file, of_kubernetes(&text))?;
         files.push(file);
     }
@@ -190,8 +148,10 @@ mod tests {
         let schema = fs::read_to_string(deploy().join("chart/values.schema.json")).unwrap();
         let schema: serde_json::Value = serde_json::from_str(&schema).unwrap();
         let platforms = schema["properties"]["platform"]["enum"].as_array().unwrap();
+        let values: Vec<String> =
+            variants().unwrap().iter().map(|file| fs::read_to_string(file).unwrap()).collect();
         for platform in platforms.iter().map(|platform| platform.as_str().unwrap()) {
-            let found = VARIANTS.iter().any(|(_, values)| values.contains(&&*format!("platform={platform}")));
+            let found = values.iter().any(|text| text.starts_with(&format!("platform: {platform}\n")));
             assert!(found || platform == "generic", "{platform}");
         }
     }

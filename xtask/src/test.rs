@@ -35,6 +35,10 @@ pub fn run(names: &[String], filter: &[String]) -> Result<Tally> {
             total += skipped(tier, &reason, in_ci());
             continue;
         }
+        if let Err(lacking) = setup::ensure(tier.wishes) {
+            println!("== {}: some of its tests cannot run:\n{lacking}", tier.name);
+            total += if in_ci() { Tally::FAILED } else { Tally::SKIPPED };
+        }
         let tally = match bins {
             Some(built) => Ok(built),
             None => build_bins(),

@@ -2,7 +2,7 @@
 //! found by the feature that they require.
 
 use crate::machine;
-use crate::setup::{BUILD, CLUSTER, KERNEL, NODE, Need};
+use crate::setup::{BUILD, CLUSTER, KERNEL, NODE, Need, RUNTIMES};
 use crate::workspace::{Package, Workspace};
 
 #[derive(Debug)]
@@ -11,6 +11,8 @@ pub struct Tier {
     pub about: &'static str,
     pub targets: Targets,
     pub needs: &'static [&'static [Need]],
+    /// What it can do without: tests that use it are skipped, except in CI.
+    pub wishes: &'static [Need],
     /// Why this machine cannot run it, if it cannot.
     pub ruled_out: fn() -> Option<String>,
     /// `--test-threads`; privileged tests share the machine's namespaces, so they take turns.
@@ -33,6 +35,7 @@ pub const TIERS: [Tier; 4] = [
         about: "pure logic and everything else that needs no privileges",
         targets: Targets::Ordinary,
         needs: &[BUILD],
+        wishes: &[],
         ruled_out: || None,
         threads: None,
     },
@@ -41,6 +44,7 @@ pub const TIERS: [Tier; 4] = [
         about: "a real kube-apiserver with etcd; needs Go, or KUBEBUILDER_ASSETS",
         targets: Targets::Feature("cluster-tests"),
         needs: &[BUILD, CLUSTER],
+        wishes: &[],
         ruled_out: || None,
         threads: None,
     },
@@ -49,6 +53,7 @@ pub const TIERS: [Tier; 4] = [
         about: "BPF programs, cgroups and network namespaces of this kernel; needs root",
         targets: Targets::Feature("kernel-tests"),
         needs: &[BUILD, KERNEL],
+        wishes: &[],
         ruled_out: machine::cannot_run_kernel_tests,
         threads: Some(1),
     },
@@ -57,6 +62,7 @@ pub const TIERS: [Tier; 4] = [
         about: "a private node: containerd, runc, a CNI chain and pods; needs root",
         targets: Targets::Feature("node-tests"),
         needs: &[BUILD, KERNEL, NODE],
+        wishes: RUNTIMES,
         ruled_out: machine::cannot_run_kernel_tests,
         threads: Some(1),
     },

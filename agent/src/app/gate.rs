@@ -1,5 +1,6 @@
 //! Joins the gate: what the halves say, what the cluster is told.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,6 +18,7 @@ use crate::cluster::access::Permissions;
 use crate::cluster::events::{self, Events, Note, Reason as EventReason};
 use crate::cni::desk::Desk;
 use crate::cni::guard::{Summary, Watching};
+use crate::cni::runtime::Word;
 use crate::cni::window::Protection;
 use crate::node::apply::Applier;
 use crate::node::boot;
@@ -25,7 +27,9 @@ use crate::node::gate::{Before, Gate, Inputs, PATIENCE, Part, Reason};
 use crate::node::metrics::Metrics;
 use crate::node::pods::{self, Seen, Selector};
 use crate::node::started::{self, Pod, Started};
+use crate::pods::PodUid;
 use crate::policy::Snapshot;
+use crate::remedy::subject::{self, Subject};
 use crate::server::Health;
 
 /// How often the hooks' state is looked at.
@@ -140,6 +144,7 @@ pub(super) fn spawn(tasks: &mut JoinSet<Ended>, place: Place<'_>) -> Parts {
         let keeper = Keeper {
             gate,
             summary: desk.summary(),
+            word: desk.runtime(),
             selectors,
             health: Arc::clone(health),
             verdicts,
@@ -164,6 +169,7 @@ pub(super) fn spawn(tasks: &mut JoinSet<Ended>, place: Place<'_>) -> Parts {
 struct Keeper {
     gate: Gate,
     summary: watch::Receiver<Summary>,
+    word: watch::Receiver<Word>,
     selectors: Vec<(Selector, watch::Receiver<Seen>)>,
     health: Arc<Health>,
     verdicts: watch::Sender<crate::node::gate::Verdict>,
@@ -195,7 +201,7 @@ impl Keeper {
     fn inputs(&mut self, now: Instant) -> Inputs {
         // An agent that takes over an open gate has to ask the runtime first.
         let starting = self.before == Before::Open && now.duration_since(self.started) < PATIENCE / 2;
-        let cni = cni_part(&self.summary.borrow_and_update(), starting);
+        let cni = cni_part(&self.summary.borrow_and_update(), &self.word.borrow(), starting);
         let hooks = hooks_part(&self.health);
         let seen: Vec<(Selector, Seen)> =
             self.selectors.iter().map(|(selector, seen)| (selector.clone(), seen.borrow().clone())).collect();
@@ -226,7 +232,7 @@ impl Keeper {
 }
 
 /// What the CNI half says; while the agent `is_starting`, a runtime that was not asked yet is none that lacks something.
-fn cni_part(summary: &Summary, is_starting: bool) -> Part {
+fn cni_part(summary: &Summary, word: &Word, is_starting: bool) -> Part {
     let file = summary.active.as_ref().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     match (&summary.watching, summary.files, summary.protection) {
         (Watching::Missing, Protection::NoNetwork, _) if summary.version == 0 => {
@@ -239,10 +245,7 @@ fn cni_part(summary: &Summary, is_starting: bool) -> Part {
         (_, Protection::Protected, _) if is_starting => {
             Part::Pending("the container runtime has not been asked yet")
         }
-        (_, Protection::Protected, _) => Part::Bad(
-            Reason::RuntimeNotReloaded,
-            format!("{file} has the mesh's plugin, and the container runtime has not loaded it"),
-        ),
+        (_, Protection::Protected, _) => not_loaded(&file, word),
         (_, Protection::NoNetwork, _) => {
             Part::Bad(Reason::NoNetwork, "there is no CNI configuration: no pod can start".into())
         }
@@ -252,6 +255,25 @@ fn cni_part(summary: &Summary, is_starting: bool) -> Part {
         (_, Protection::Unprotected, _) => Part::Bad(
             Reason::CniUnprotected,
             format!("{file} does not call the mesh's CNI plugin as it should"),
+        ),
+    }
+}
+
+/// The config is right and new pods do not get what it says: the runtime's word is why.
+fn not_loaded(file: &str, word: &Word) -> Part {
+    match (word.state, &word.why) {
+        // There is no runtime to ask, and the plugin's own files are not as they should be.
+        ("files", Some(why)) => Part::Bad(
+            Reason::CniUnprotected,
+            format!("{file} calls the mesh's plugin, which cannot work: {why}"),
+        ),
+        ("silent", Some(why)) => Part::Bad(
+            Reason::RuntimeNotReloaded,
+            format!("{file} has the mesh's plugin, and the container runtime cannot be asked: {why}"),
+        ),
+        _ => Part::Bad(
+            Reason::RuntimeNotReloaded,
+            format!("{file} has the mesh's plugin, and the container runtime has not loaded it"),
         ),
     }
 }
@@ -271,7 +293,7 @@ fn hooks_part(health: &Health) -> Part {
 /// Counts pods that started while the node was not protected, and names them.
 pub(super) async fn follow_started(
     mut summary: watch::Receiver<Summary>,
-    mut snapshots: watch::Receiver<Snapshot>,
+    (mut snapshots, mut subjects): (watch::Receiver<Snapshot>, watch::Receiver<Arc<[Subject]>>),
     (metrics, events): (Metrics, Option<Events>),
     writes: Counter,
 ) -> Ended {
@@ -294,7 +316,8 @@ pub(super) async fn follow_started(
             }
         }
         let snapshot = snapshots.borrow_and_update().clone();
-        let new = count(&mut started, &snapshot);
+        let subjects_now = Arc::clone(&subjects.borrow_and_update());
+        let new = count(&mut started, &snapshot, &subjects_now);
         metrics.started_unprotected.inc_by(started.total() - metrics.started_unprotected.get());
         if !new.is_empty() {
             tracing::warn!(
@@ -313,6 +336,7 @@ pub(super) async fn follow_started(
         tokio::select! {
             changed = summary.changed() => if changed.is_err() { return ("started pods", Ok(())) },
             changed = snapshots.changed() => if changed.is_err() { return ("started pods", Ok(())) },
+            changed = subjects.changed() => if changed.is_err() { return ("started pods", Ok(())) },
             () = wait => {
                 due = None;
                 let all = std::mem::take(&mut names);
@@ -334,16 +358,25 @@ impl Parts {
     }
 }
 
-fn count(started: &mut Started, snapshot: &Snapshot) -> Vec<String> {
-    let meshed = snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && !pod.unsupported);
-    let pods: Vec<(String, String, i64)> = meshed
+fn count(started: &mut Started, snapshot: &Snapshot, subjects: &[Subject]) -> Vec<String> {
+    let bypassing = subjects.iter().filter(|subject| matches!(subject.seen, subject::Seen::Bypassing { .. }));
+    let bypassing: HashSet<PodUid> = bypassing.map(|subject| subject.pod.uid).collect();
+    let meshed =
+        snapshot.pods.values().filter(|pod| pod.kind == PodKind::Meshed && pod.unsupported.is_none());
+    let pods: Vec<(String, String, i64, bool)> = meshed
         .filter_map(|pod| {
             let created = pod.facts.as_ref()?.sandbox.as_ref()?.created_at;
-            Some((pod.uid.to_string(), format!("{}/{}", pod.namespace, pod.name), created))
+            let name = format!("{}/{}", pod.namespace, pod.name);
+            Some((pod.uid.to_string(), name, created, bypassing.contains(&pod.uid)))
         })
-        .filter(|(.., created)| *created > 0)
+        .filter(|(_, _, created, _)| *created > 0)
         .collect();
-    let pods = pods.iter().map(|(uid, name, created)| Pod { uid, name, created: *created });
+    let pods = pods.iter().map(|(uid, name, created, bypassing)| Pod {
+        uid,
+        name,
+        created: *created,
+        bypassing: *bypassing,
+    });
     started.pods(pods).into_iter().map(str::to_owned).collect()
 }
 
@@ -380,7 +413,7 @@ mod tests {
             (summary(&watched, Protected, Unprotected, 1), true, "pending"),
             (summary(&watched, Unprotected, Unprotected, 1), true, "CNIUnprotected"),
         ] {
-            let got = match cni_part(&summary, starting) {
+            let got = match cni_part(&summary, &Word::default(), starting) {
                 Part::Off => "off",
                 Part::Good => "good",
                 Part::Pending(_) => "pending",
@@ -390,6 +423,20 @@ mod tests {
                 }
             };
             assert_eq!(got, expected, "{summary:?}");
+        }
+    }
+
+    #[test]
+    fn why_a_right_config_is_not_enough() {
+        let word = |state, why: Option<&str>| Word { state, why: why.map(str::to_owned), ..Word::default() };
+        for (word, reason, says) in [
+            (word("files", Some("the binary is missing")), Reason::CniUnprotected, "the binary is missing"),
+            (word("silent", Some("connection refused")), Reason::RuntimeNotReloaded, "connection refused"),
+            (word("lags", Some("x")), Reason::RuntimeNotReloaded, "has not loaded it"),
+            (word("", None), Reason::RuntimeNotReloaded, "has not loaded it"),
+        ] {
+            let Part::Bad(why, text) = not_loaded("10-net.conflist", &word) else { panic!("{word:?}") };
+            assert!(why == reason && text.contains(says) && text.starts_with("10-net.conflist"), "{text}");
         }
     }
 

@@ -16,7 +16,7 @@ use crate::remedy::policy::{Remedies, Step};
 use crate::server::Health;
 
 /// What the service account must be allowed for these settings.
-fn wanted(gate: &GateArgs, remedies: &Remedies) -> BTreeSet<Feature> {
+pub fn wanted(gate: &GateArgs, remedies: &Remedies) -> BTreeSet<Feature> {
     let all = [
         (remedies.event == Step::On, Feature::Events),
         (gate.gate_condition, Feature::GateCondition),

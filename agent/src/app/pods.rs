@@ -59,7 +59,7 @@ pub struct Plan {
 
 impl Plan {
     /// This node's name, where there is a cluster.
-    pub(super) fn node(&self) -> Option<&str> {
+    pub fn node(&self) -> Option<&str> {
         self.api.as_deref()
     }
 
@@ -74,8 +74,16 @@ impl Plan {
 /// # Errors
 /// [`PodsError::NoNodeName`].
 pub fn plan(config: &Config) -> Result<Plan, PodsError> {
+    plan_of(config.pods, config.node_name.as_deref(), config.kubeconfig.is_some())
+}
+
+/// As [`plan`], of the flags that matter.
+///
+/// # Errors
+/// As there.
+pub fn plan_of(flag: PodsFlag, node: Option<&str>, kubeconfig: bool) -> Result<Plan, PodsError> {
     let in_cluster = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() && Path::new(TOKEN).exists();
-    decide(config.pods, config.node_name.as_deref(), config.kubeconfig.is_some() || in_cluster)
+    decide(flag, node, kubeconfig || in_cluster)
 }
 
 /// `cluster`: there is a way to reach one.
@@ -111,7 +119,7 @@ pub(super) fn spawn(
     plan: &Plan,
     client: Option<&Client>,
     endpoint: Option<&PathBuf>,
-    wanted: &Wanted,
+    wanted: &watch::Receiver<Wanted>,
     nudges: mpsc::Receiver<Nudge>,
     out: mpsc::Sender<PodUpdate>,
 ) -> States {

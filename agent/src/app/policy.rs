@@ -1,6 +1,5 @@
 //! The policy's task: the file, `nobypass mode`, and who has to obey.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -13,7 +12,7 @@ use notify::{EventKind, INotifyWatcher, RecursiveMode, Watcher as _};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
-use crate::pods::model::Keys;
+use crate::pods::model::Wanted;
 use crate::policy::Effective;
 use crate::policy::mode;
 use crate::policy::reload::{Loader, Look, PolicyState};
@@ -37,7 +36,7 @@ pub(super) struct Apply {
 pub(super) async fn follow_policy(
     mut loader: Loader,
     out: watch::Sender<PolicyState>,
-    kept: Keys,
+    wanted: watch::Sender<Wanted>,
     mut requests: mpsc::Receiver<SetMode>,
     kernel: mpsc::Sender<Apply>,
     health: Arc<Health>,
@@ -77,7 +76,13 @@ pub(super) async fn follow_policy(
                 }
                 let effective = &loader.state().effective;
                 tracing::info!(?effective, "the policy changed");
-                tell_unread(loader.state(), &kept, &health);
+                let now = wanted_of(loader.state());
+                wanted.send_if_modified(|wanted| {
+                    *wanted != now && {
+                        *wanted = now;
+                        true
+                    }
+                });
                 out.send_replace(loader.state().clone());
             }
             Look::Refused(error) => {
@@ -89,31 +94,13 @@ pub(super) async fn follow_policy(
     }
 }
 
-/// The labels and annotations that profiles and policy read, for the sources to keep.
-pub(super) fn kept_keys(state: &PolicyState) -> Keys {
-    let mut keys = state.profiles.wanted().keys;
-    keys.extend(own_keys(state));
-    keys
-}
-
-fn own_keys(state: &PolicyState) -> impl Iterator<Item = &str> {
+/// What profiles, policy and remedies read of pods, for the sources to keep.
+pub(super) fn wanted_of(state: &PolicyState) -> Wanted {
+    let mut wanted = state.profiles.wanted();
     let selectors = state.effective.namespaces.iter().flat_map(|rule| rule.match_labels.keys());
-    selectors.map(|key| &**key).chain([mode::KEY])
-}
-
-/// The sources keep what was asked for at the start.
-fn tell_unread(state: &PolicyState, kept: &Keys, health: &Health) {
-    let of_profiles = state.profiles.wanted().keys;
-    let unread: BTreeSet<&str> =
-        of_profiles.iter().chain(own_keys(state)).filter(|key| !kept.keeps(key)).collect();
-    if unread.is_empty() {
-        health.note_done("policy-keys");
-        return;
-    }
-    tracing::warn!(?unread, "the new policy reads labels or annotations that are kept only after a restart");
-    let text =
-        format!("labels or annotations that the new policy reads are kept only after a restart: {unread:?}");
-    health.note("policy-keys", text);
+    wanted.keys.extend(selectors.map(|key| &**key));
+    wanted.keys.extend([mode::KEY, crate::remedy::kube::LABEL]);
+    wanted
 }
 
 fn tell_mode(state: &PolicyState, by_hand: Option<Mode>) {

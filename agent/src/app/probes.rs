@@ -1,6 +1,7 @@
 //! Sets up what enters pods' networks: the probe's helper and the thread that looks at sockets.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::registry::Registry;
@@ -16,7 +17,7 @@ use crate::policy::Snapshot;
 use crate::policy::refuse::Refuse;
 use crate::probe::client::{Client, Place, cgroup_beside, make_cgroup};
 use crate::probe::handle::Request;
-use crate::probe::{Answers, Handle, metrics};
+use crate::probe::{Answers, Handle, PacketSockets, metrics};
 use crate::refuse;
 use crate::refuse::sockets::Sockets;
 use crate::server::Context;
@@ -60,7 +61,8 @@ impl Agent<'_> {
         let (ask, requests) = mpsc::channel(QUEUE);
         let (tell, news) = mpsc::channel(QUEUE);
         let (refuse, refusals) = mpsc::channel(QUEUE);
-        let _ = context.probe.set(Handle::new(ask, last));
+        let (packet, may_send) = watch::channel(PacketSockets::default());
+        let _ = context.probe.set(Handle::new(ask, last, may_send));
         // Adopted programs have seen every connection that began since.
         let old: BTreeSet<u64> = if kernel.adopted() {
             BTreeSet::new()
@@ -74,6 +76,8 @@ impl Agent<'_> {
             snapshots: snapshots.clone(),
             refusals: refuse,
             answers,
+            packet,
+            finder: Finder::new(&self.root.path).map(Arc::new).ok(),
             findings: None,
             metrics: probes,
             interval: Duration::from_secs(self.config.probe_interval.into()),

@@ -11,8 +11,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Ended;
 use super::older::{Looked, Older};
+use super::packet;
 use super::react::News;
 use crate::bpf::Maps;
+use crate::cgroup::netns::Finder;
 use crate::detect::evidence::{Evidence, Family};
 use crate::detect::tracker::Finding;
 use crate::mesh::{Membership, Meshed, Profiles, recognise};
@@ -24,7 +26,7 @@ use crate::probe::metrics::{Metrics, ResultLabel};
 use crate::probe::schedule::Schedule;
 use crate::probe::target::{Target, target};
 use crate::probe::wire::Ask;
-use crate::probe::{Answer, Answers, Failure, Probed};
+use crate::probe::{Answer, Answers, Failure, PacketSockets, Probed};
 use crate::refuse::sockets::Sockets;
 use crate::sys::clock::monotonic_ns;
 
@@ -41,6 +43,9 @@ pub(super) struct Probing {
     pub snapshots: watch::Receiver<Snapshot>,
     pub refusals: mpsc::Sender<Refuse>,
     pub answers: watch::Sender<Answers>,
+    pub packet: watch::Sender<PacketSockets>,
+    /// `None` where pods' processes cannot be looked for.
+    pub finder: Option<Arc<Finder>>,
     /// To the keeper of verdicts.
     pub findings: Option<mpsc::Sender<Finding>>,
     pub metrics: Metrics,
@@ -122,7 +127,8 @@ impl State {
             let sandbox = view.facts.as_ref().and_then(|facts| facts.sandbox.as_ref());
             sandbox.is_none_or(|sandbox| sandbox.ready)
         };
-        let asked = |view: &&Arc<PodView>| view.kind == PodKind::Meshed && !view.unsupported && ready(view);
+        let asked =
+            |view: &&Arc<PodView>| view.kind == PodKind::Meshed && view.unsupported.is_none() && ready(view);
         let live: BTreeSet<u64> = snapshot.pods.values().filter(asked).map(|view| view.cgroup).collect();
         let now = Instant::now();
         self.schedule.keep(&live, now);
@@ -133,6 +139,7 @@ impl State {
             self.schedule.changed(*cgroup, now);
         }
         self.pods = Arc::clone(&snapshot.pods);
+        packet::keep(&self.with, &live, snapshot);
         let before = self.probed.len();
         self.probed.retain(|cgroup, _| snapshot.pods.contains_key(cgroup));
         self.refused.retain(|cgroup, _| live.contains(cgroup));
@@ -202,6 +209,7 @@ impl State {
         }
         self.refuse(&view, &probed).await;
         self.preexisting(&view, &probed, meshed.as_ref()).await;
+        packet::look(&self.with, &view).await;
         probed
     }
 

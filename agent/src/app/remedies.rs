@@ -49,14 +49,15 @@ pub(super) fn join(
         metrics,
     };
     let (sender, subjects) = watch::channel(Arc::from(Vec::new()));
-    let inputs = Inputs { subjects, gate: gate.open.clone(), limits };
+    let inputs = Inputs { subjects: subjects.clone(), gate: gate.open.clone(), limits };
     tasks.spawn(follow_states(states, agent.plan.runtime(), sender));
     tasks.spawn(async move {
         shell::run(hands, inputs).await;
         ("remedies", Ok(()))
     });
     if let (Some(desk), Some(cni)) = (desk, &agent.cni_metrics) {
-        tasks.spawn(gate::follow_started(desk.summary(), snapshots, gate.started(), cni.writes.clone()));
+        let pods = (snapshots, subjects);
+        tasks.spawn(gate::follow_started(desk.summary(), pods, gate.started(), cni.writes.clone()));
     }
 }
 
@@ -108,7 +109,7 @@ fn subject(state: &PodState, runtime: bool, (now, now_ns): (Instant, u64)) -> Su
 /// Rules that are missing are what remedies mend. What goes around rules that are there, they do not.
 fn seen(state: &PodState, now: Instant, now_ns: u64) -> Seen {
     let host_network = state.pod.facts.as_ref().and_then(|facts| facts.host_network()) == Some(true);
-    if state.pod.unsupported || host_network {
+    if state.pod.unsupported.is_some() || host_network {
         return Seen::Unsupported;
     }
     let last = Family::ALL.into_iter().filter_map(|family| {

@@ -6,10 +6,13 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::sys::caps::Capabilities;
 use crate::sys::netns::{is_namespace, open_cgroup};
 
 /// Cgroups below a pod's that are looked through: containers, what crun and nested managers make in them.
 const DEPTH: usize = 4;
+/// Processes of one pod that are looked at.
+const PROCESSES: usize = 256;
 /// Where the host's files are for a container that shares the host's process ids.
 const HOST: &str = "/proc/1/root";
 
@@ -100,6 +103,40 @@ impl Finder {
         }
         let dir = open_cgroup(self.cgroups.as_fd(), cgroup).map_err(NetnsError::of)?;
         self.by_process(&dir)
+    }
+
+    /// Cgroup ids of those containers of a pod in which a process has a capability in effect. A process in a user namespace
+    /// of its own has it there alone, and does not count.
+    ///
+    /// # Errors
+    /// [`NetnsError`].
+    pub fn containers_with(&self, cgroup: u64, capability: u32) -> Result<Vec<u64>, NetnsError> {
+        let dir = open_cgroup(self.cgroups.as_fd(), cgroup).map_err(NetnsError::of)?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd()));
+        let mut processes = Vec::new();
+        for entry in fs::read_dir(&path).map_err(NetnsError::of)?.flatten() {
+            let Ok(meta) = entry.metadata() else { continue };
+            let mut inside = Vec::new();
+            if meta.is_dir() && list(&entry.path(), DEPTH - 1, &mut inside).is_ok() {
+                processes.extend(inside.into_iter().map(|(pid, _)| (pid, meta.ino())));
+            }
+        }
+        processes.sort_unstable();
+        // The sandbox's process comes first, and its user namespace is the pod's.
+        let users = |pid: u32| fs::metadata(format!("/proc/{pid}/ns/user")).map(|meta| meta.ino()).ok();
+        let pods = processes.iter().find_map(|(pid, _)| users(*pid));
+        let counts = |pid: u32| {
+            Capabilities::of(pid).is_some_and(|set| set.has(capability))
+                && users(pid).is_none_or(|of| Some(of) == pods)
+        };
+        let mut found: Vec<u64> = Vec::new();
+        for (pid, container) in processes.into_iter().take(PROCESSES) {
+            if !found.contains(&container) && counts(pid) {
+                found.push(container);
+            }
+        }
+        found.sort_unstable();
+        Ok(found)
     }
 
     fn by_process(&self, dir: &OwnedFd) -> Result<OwnedFd, NetnsError> {

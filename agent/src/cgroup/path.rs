@@ -21,7 +21,8 @@ pub struct PodCgroup {
     /// Index of the pod's component among the path's components (`..` counts as one). The pod's level is this + 1
     /// plus the level of the directory that the path starts from, unless the path contains `..`.
     pub pod_component: usize,
-    /// The path goes deeper than a container: crun's `container` group, systemd or an engine inside the container.
+    /// The path goes deeper than a pod or one of its containers: crun's `container` group, systemd or an engine inside the
+    /// container, CRI-O's `crio-conmon-<id>`.
     pub nested: bool,
     /// The runtime made this cgroup outside of the pod's: `…-pod<uid>.slice:cri-containerd:<id>` below its own
     /// service. Happens when the kubelet uses the systemd driver and containerd the cgroupfs driver; no program on
@@ -81,7 +82,7 @@ fn resolve(parts: &[&str], at: usize) -> Option<PodCgroup> {
         uid,
         container,
         pod_component: at,
-        nested: container.is_some() && below.len() > known,
+        nested: below.len() > known,
         misplaced: inline.is_some(),
     })
 }
@@ -166,13 +167,13 @@ mod tests {
             ("/kubepods.slice/kubepods-pod$U_.slice/cri-containerd-$ID.scope/init.scope", true, 1, true),
             ("/kubepods/pod$UID/$ID/docker/$ID", true, 1, true),
             // CRI-O's monitor is not a container
-            ("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod$U_.slice/crio-conmon-$ID.scope", false, 2, false),
-            ("/kubepods/burstable/pod$UID/crio-conmon-$ID", false, 2, false),
+            ("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod$U_.slice/crio-conmon-$ID.scope", false, 2, true),
+            ("/kubepods/burstable/pod$UID/crio-conmon-$ID", false, 2, true),
             // pod level, container unknown
             ("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod$U_.slice", false, 2, false),
             ("/kubepods/besteffort/pod$UID", false, 2, false),
             ("/kubepods/besteffort/pod$UID/", false, 2, false),
-            ("/kubepods/pod$UID/something-else", false, 1, false),
+            ("/kubepods/pod$UID/something-else", false, 1, true),
             // cgroupfs driver
             ("/kubepods/besteffort/pod$UID/$ID", true, 2, false),
             ("/kubepods/burstable/pod$UID/crio-$ID", true, 2, false),
@@ -295,7 +296,7 @@ mod tests {
             let path = parts.join("/");
             if let Some(pod) = parse(&path) {
                 prop_assert!(pod.pod_component < components(&path).len());
-                prop_assert!(!pod.nested || pod.container.is_some());
+                prop_assert!(!pod.nested || pod.pod_component + 1 < components(&path).len());
             }
         }
 

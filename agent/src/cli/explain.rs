@@ -74,13 +74,30 @@ fn without_agent(args: &Args) -> Result<Explanation, (Exit, String)> {
 /// The whole as text; what comes from the cluster cannot reach the terminal as anything else.
 fn for_people(explained: &Explanation) -> String {
     let mut text = String::new();
-    let Explanation { agent, namespace, name, uid, mesh, cgroup, kind, recognition, enforce, .. } = explained;
+    let Explanation {
+        agent,
+        namespace,
+        name,
+        uid,
+        mesh,
+        cgroup,
+        kind,
+        recognition,
+        phase,
+        ends_by_itself,
+        enforce,
+        ..
+    } = explained;
     if !agent {
         text.push_str("NO AGENT: this is what the kernel's maps can tell\n");
     }
     let _ = writeln!(text, "pod        {namespace}/{name}");
     let mesh = if mesh.is_empty() { "no mesh" } else { mesh };
     let _ = writeln!(text, "mesh       {mesh} ({kind}): {recognition}");
+    if !phase.is_empty() {
+        let end = if *ends_by_itself { ", ends by itself" } else { "" };
+        let _ = writeln!(text, "phase      {}{end}", phase.replace('_', " "));
+    }
     let identity = if uid.is_empty() { String::new() } else { format!("uid {uid}, ") };
     let _ = writeln!(text, "identity   {identity}cgroup {cgroup}");
     for family in &explained.families {

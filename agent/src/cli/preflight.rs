@@ -1,5 +1,7 @@
 //! `nobypass preflight`: what this machine has and lacks, and what to do.
 
+mod permissions;
+
 use std::path::PathBuf;
 
 use crate::bpf::features::{Check, Level, checks};
@@ -21,6 +23,8 @@ pub struct Args {
     /// Level of --cgroup-root in the hierarchy, if it is not the hierarchy's root
     #[arg(long, env = "NOBYPASS_CGROUP_ROOT_LEVEL", value_name = "N", requires = "cgroup_root")]
     cgroup_root_level: Option<u32>,
+    #[command(flatten)]
+    cluster: permissions::Cluster,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
@@ -32,6 +36,7 @@ pub fn run(args: &Args) -> Exit {
         cgroup(find(&RootOptions { path: args.cgroup_root.clone(), level: args.cgroup_root_level }));
     let mut checks = checks(&args.bpf_dir, root.as_deref());
     checks.insert(1, cgroup);
+    checks.extend(permissions::checks(&args.cluster));
     let text = match args.output {
         Format::Json => json(&checks),
         Format::Table | Format::Wide => table(&checks),

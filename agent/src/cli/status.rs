@@ -90,6 +90,14 @@ fn text(status: &Status, all: bool, wide: bool) -> String {
         return text;
     }
     text.push_str(&table(&shown, wide));
+    for pod in shown.iter().filter(|pod| !pod.packet_sockets.is_empty()) {
+        text.push_str(&format!(
+            "note: {}/{} may send by packet sockets, which nothing here sees (CAP_NET_RAW in {})\n",
+            pod.namespace,
+            pod.name,
+            pod.packet_sockets.join(", ")
+        ));
+    }
     text
 }
 

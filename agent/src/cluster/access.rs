@@ -48,6 +48,14 @@ impl std::fmt::Display for Permission {
     }
 }
 
+/// What following this node's pods needs. That is no feature: without it nothing is known of pods by the API server.
+pub const PODS: [Permission; 4] = [
+    Permission("list", "", "pods", ""),
+    Permission("watch", "", "pods", ""),
+    Permission("list", "", "namespaces", ""),
+    Permission("watch", "", "namespaces", ""),
+];
+
 impl Feature {
     /// All values.
     pub const ALL: [Self; 7] = [
@@ -100,9 +108,17 @@ impl Feature {
 /// # Errors
 /// The API server cannot be asked.
 pub async fn missing(client: &Client, feature: Feature) -> Result<Vec<Permission>, kube::Error> {
+    lacking(client, feature.needs()).await
+}
+
+/// Which of these permissions are missing.
+///
+/// # Errors
+/// As [`missing`].
+pub async fn lacking(client: &Client, needs: &[Permission]) -> Result<Vec<Permission>, kube::Error> {
     let reviews: Api<SelfSubjectAccessReview> = Api::all(client.clone());
     let mut missing = Vec::new();
-    for permission in feature.needs() {
+    for permission in needs {
         let Permission(verb, group, resource, sub) = *permission;
         let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
         let attributes = ResourceAttributes {

@@ -2,6 +2,7 @@
 //!
 //! Pure and idempotent: planning the bytes of a [`Plan::Write`] gives [`Leave::Satisfied`].
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
@@ -125,11 +126,13 @@ pub struct Options {
     pub convert: bool,
     /// Take the entry out of meta-plugin files (default: no, since a mesh's own installer would put it back).
     pub clean_meta: bool,
+    /// The entry is in a drop-in file, so that a list carries none (default: no).
+    pub drop_in: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { convert: true, clean_meta: false }
+        Self { convert: true, clean_meta: false, drop_in: false }
     }
 }
 
@@ -162,11 +165,17 @@ pub fn plan(kind: FileKind, bytes: &[u8], wanted: &WantedEntry, options: Options
             remove(&document, plugins, own, Leave::MetaPlugin)
         }
         _ if meta => Plan::Leave(Leave::MetaPlugin),
+        Body::List(plugins) if options.drop_in => remove(&document, plugins, own, Leave::Satisfied),
         Body::List(plugins) => chain(&document, plugins, wanted),
         Body::Single(_) if !options.convert => Plan::Leave(Leave::SinglePlugin),
-        Body::Single(plugin) => convert(&document, plugin, wanted),
+        Body::Single(plugin) => convert(&document, plugin, wanted, options.drop_in),
     };
-    if matches!(plan, Plan::Write(_) | Plan::Convert(_)) && !meta && !document.supported_by(wanted) {
+    let entry_goes_in = match plan {
+        Plan::Write(_) | Plan::Convert(_) => true,
+        Plan::Leave(Leave::Satisfied) => options.drop_in,
+        _ => false,
+    };
+    if entry_goes_in && !meta && !document.supported_by(wanted) {
         let version = document.version.unwrap_or_else(|| "(none)".to_owned());
         return Plan::Refuse(Refusal::Version { version, plugin: wanted.plugin().to_owned() });
     }
@@ -192,6 +201,51 @@ pub fn unplan(kind: FileKind, bytes: &[u8], which: Remove<'_>) -> Plan {
         Body::List(plugins) => remove(&document, plugins, own, Leave::Satisfied),
         Body::Single(_) => Plan::Leave(Leave::Satisfied),
     }
+}
+
+/// As [`unplan`] of exactly this entry, but where it took the place of another writer's (by the network's name), that one
+/// comes back.
+pub fn give_back(
+    kind: FileKind,
+    bytes: &[u8],
+    ours: &WantedEntry,
+    replaced: &BTreeMap<String, String>,
+) -> Plan {
+    let own = |plugin: &Plugin<'_>| edit::same(plugin.text, ours.text());
+    let alike = |plugin: &&Plugin<'_>| plugin.plugin == ours.plugin();
+    let unplan = || unplan(kind, bytes, Remove::Exactly(ours));
+    let Ok(document) = Document::read(kind, bytes) else { return unplan() };
+    let Body::List(plugins) = &document.body else { return unplan() };
+    let usable = |text: &&String| {
+        WantedEntry::from_text(text, ours.place()).is_ok_and(|entry| entry.plugin() == ours.plugin())
+    };
+    let theirs = replaced.get(&document.name).filter(usable);
+    let (Some(theirs), Some(first)) = (theirs, plugins.iter().position(own)) else { return unplan() };
+    if plugins.iter().all(own) || plugins.iter().filter(alike).any(|plugin| !own(plugin)) {
+        return unplan();
+    }
+    let kept: Vec<_> = (0..)
+        .zip(plugins)
+        .filter(|(at, plugin)| *at == first || !own(plugin))
+        .map(|(at, _)| (at, (at == first).then_some(theirs.as_str())))
+        .collect();
+    finish(rebuild(document.text, plugins, &kept), |written| {
+        let mut alike = written.iter().filter(alike);
+        alike.next().is_some_and(|entry| edit::same(entry.text, theirs)) && alike.next().is_none()
+    })
+}
+
+/// The name of a file's network.
+pub fn network(kind: FileKind, bytes: &[u8]) -> Option<String> {
+    Document::read(kind, bytes).ok().map(|document| document.name)
+}
+
+/// The name of a list's network, and its entries of this plugin; `None` for what is no list.
+pub fn entries<'a>(kind: FileKind, bytes: &'a [u8], plugin: &str) -> Option<(String, Vec<&'a str>)> {
+    let document = Document::read(kind, bytes).ok()?;
+    let Body::List(plugins) = document.body else { return None };
+    let own = plugins.iter().filter(|entry| entry.plugin == plugin).map(|entry| entry.text).collect();
+    Some((document.name, own))
 }
 
 /// The list without its own entries.
@@ -283,16 +337,17 @@ fn rebuild(text: &str, plugins: &[Plugin<'_>], kept: &[(usize, Option<&str>)]) -
     Some(out)
 }
 
-/// Turns a single-plugin file into a list that carries the entry.
-fn convert(document: &Document<'_>, plugin: &Plugin<'_>, wanted: &WantedEntry) -> Plan {
+/// Turns a single-plugin file into a list that carries the entry, unless that is in a drop-in file.
+fn convert(document: &Document<'_>, plugin: &Plugin<'_>, wanted: &WantedEntry, drop_in: bool) -> Plan {
     if document.name.is_empty() {
         return Plan::Refuse(Refusal::Field { key: "name", problem: "missing" });
     }
     // Keys that differ in case alone may mean another plugin inside of a list.
     let meant = |written: &[Plugin<'_>]| {
-        satisfied(written, wanted) && written.first().is_some_and(|first| first.plugin == plugin.plugin)
+        let entry = if drop_in { written.len() == 1 } else { satisfied(written, wanted) };
+        entry && written.first().is_some_and(|first| first.plugin == plugin.plugin)
     };
-    match finish(Some(list_text(document, plugin, Some(wanted))), meant) {
+    match finish(Some(list_text(document, plugin, (!drop_in).then_some(wanted))), meant) {
         Plan::Write(list) => Plan::Convert(list),
         other => other,
     }

@@ -14,7 +14,9 @@ use super::desk::Desk;
 use super::guard::{self, Guard, Want};
 use super::install::{Contract, ContractError, Part, Prepared, Verdict, prepare};
 use super::kubeconfig::KubeconfigState;
+use super::memory::Remember;
 use super::metrics::Metrics;
+use super::plan;
 use super::runtime::{self, follow};
 use super::uninstall::{self, Removal, Which, uninstall};
 
@@ -75,6 +77,11 @@ pub async fn run(
     let Settings { guard: config, mode, runtime, desk } = settings;
     match mode {
         Mode::Guard(want) => {
+            let remember = match &want {
+                Want::Learn { .. } => Remember::Learned(runtime.places.clone()),
+                Want::Entry(_) | Want::Withdraw(_) => Remember::Nothing,
+            };
+            let config = guard::Config { remember, ..config };
             let (guard, verifier) = start(config, want, runtime, metrics, &desk)?;
             let ended = until_end(&guard, &desk, &mut stop).await;
             drop(verifier);
@@ -145,6 +152,7 @@ async fn install(
     desk: &Desk,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), RunError> {
+    let (config, runtime) = with_drop_in(config, runtime).await;
     tell(&prepared);
     let spec = contract.spec(prepared.wanted.plugin())?;
     let path = spec.path();
@@ -153,6 +161,7 @@ async fn install(
         Part::Old(why) | Part::Missing(why) => KubeconfigState::Stale(why.clone()),
     });
     let follower = tokio::spawn(spec.follow(state, stop.clone()));
+    let config = guard::Config { remember: Remember::Replaced, ..config };
     let (guard, verifier) = start(config, want(&prepared), runtime, metrics, desk)?;
     let ended = tokio::select! {
         ended = until_end(&guard, desk, &mut stop) => ended,
@@ -162,6 +171,20 @@ async fn install(
     end(guard).await;
     follower.abort();
     ended
+}
+
+/// Drop-in files are used only where the runtime says that it reads them. Otherwise the lists carry the entry.
+async fn with_drop_in(config: guard::Config, runtime: runtime::Options) -> (guard::Config, runtime::Options) {
+    if !config.options.drop_in {
+        return (config, runtime);
+    }
+    let answer = runtime::reads_drop_ins(&runtime).await;
+    if let Err(why) = &answer {
+        tracing::error!(why, "no drop-in files: the entry goes into the lists");
+    }
+    let drop_in = answer.is_ok();
+    let options = plan::Options { drop_in, ..config.options };
+    (guard::Config { options, ..config }, runtime::Options { drop_in, ..runtime })
 }
 
 /// Lets the guard finish what is under way, while signals are still heard.

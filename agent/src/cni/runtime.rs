@@ -14,6 +14,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
+use super::drop_in;
 use super::entry::WantedEntry;
 use super::guard::{RuntimeReport, Summary};
 use super::window::Protection;
@@ -45,6 +46,8 @@ pub struct Options {
     pub endpoint: Option<PathBuf>,
     /// Where the host's file system is seen; usual sockets are looked for below it.
     pub host_root: PathBuf,
+    /// The entry is in a drop-in file.
+    pub drop_in: bool,
     /// Where to look when nobody can be asked.
     pub places: Places,
 }
@@ -97,7 +100,7 @@ pub async fn follow(
     let mut log = Log::default();
     loop {
         let now = summary.borrow_and_update().clone();
-        let Some(expected) = expected(&now) else {
+        let Some(expected) = expected(&now, asker.options.drop_in) else {
             match changed(&mut summary, &now, None).await {
                 Waited::End => return,
                 _ => continue,
@@ -133,12 +136,18 @@ pub async fn follow(
     }
 }
 
+/// Whether the runtime reads drop-in files; else why not, or why it does not say.
+pub async fn reads_drop_ins(options: &Options) -> Result<(), String> {
+    let runtime = Runtime::connect(options.endpoint.as_deref(), &options.host_root, DEADLINES).await;
+    drop_in::honoured_by(&runtime.map_err(|error| error.to_string())?.name)
+}
+
 /// What the runtime should have loaded, when files are as they should be.
-fn expected(summary: &Summary) -> Option<Expected<'_>> {
+fn expected(summary: &Summary, drop_in: bool) -> Option<Expected<'_>> {
     if summary.files != Protection::Protected {
         return None;
     }
-    Some(Expected { content: summary.content.as_ref()?, wanted: summary.wanted.as_ref()? })
+    Some(Expected { content: summary.content.as_ref()?, wanted: summary.wanted.as_ref()?, drop_in })
 }
 
 enum Waited {

@@ -12,10 +12,12 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, RenameFlags};
 
+use super::drop_in;
 use super::edit;
 use super::entry::WantedEntry;
 use super::lock::{self, DirLock, MARK};
-use super::plan::{self, FileKind, Leave, Remove, list_name, original_name};
+use super::memory::{self, State};
+use super::plan::{self, FileKind, Leave, Options, Plan, Remove, list_name, original_name};
 use super::refusal::Refusal;
 use super::swap::{Outcome, SwapError, Swapper};
 use super::{binaries, listing, put};
@@ -42,11 +44,26 @@ impl Which {
         }
     }
 
-    fn remove(&self) -> Remove<'_> {
+    /// The config without them. What was there before comes back, unless everything of the type is to go.
+    fn plan(&self, kind: FileKind, bytes: &[u8], state: &State) -> Plan {
         match self {
-            Self::Exactly(wanted) => Remove::Exactly(wanted),
-            Self::Type(plugin) => Remove::Type(plugin),
+            Self::Exactly(wanted) => match plan::give_back(kind, bytes, wanted, &state.replaced) {
+                // Where the entry was in a drop-in file, the list has none whose place the other one could take.
+                Plan::Leave(Leave::Satisfied) if state.drop_in => append_replaced(kind, bytes, wanted, state),
+                plan => plan,
+            },
+            Self::Type(plugin) => plan::unplan(kind, bytes, Remove::Type(plugin)),
         }
+    }
+}
+
+fn append_replaced(kind: FileKind, bytes: &[u8], ours: &WantedEntry, state: &State) -> Plan {
+    let entry = plan::entries(kind, bytes, ours.plugin())
+        .filter(|(_, found)| found.is_empty())
+        .and_then(|(network, _)| WantedEntry::from_text(state.replaced.get(&network)?, ours.place()).ok());
+    match entry {
+        Some(entry) => plan::plan(kind, bytes, &entry, Options { convert: false, ..Options::default() }),
+        None => Plan::Leave(Leave::Satisfied),
     }
 }
 
@@ -93,6 +110,8 @@ pub enum UninstallError {
 pub struct Report {
     /// Files that lost their entry.
     pub cleaned: Vec<OsString>,
+    /// Files that have the entry of another writer again that nobypass' had replaced; its files stay for it.
+    pub given_back: Vec<OsString>,
     /// Single-plugin files that are back in their place.
     pub restored: Vec<OsString>,
     /// Hidden originals that stay, since the list made from them was changed or removed by somebody else.
@@ -108,7 +127,8 @@ pub struct Report {
 impl Report {
     /// Whether nothing of the agent is left.
     pub fn complete(&self) -> bool {
-        let Self { cleaned: _, restored: _, kept_aside: _, remaining, removed: _, failed } = self;
+        let Self { cleaned: _, given_back: _, restored: _, kept_aside: _, remaining, removed: _, failed } =
+            self;
         remaining.is_empty() && failed.is_empty()
     }
 }
@@ -120,21 +140,29 @@ pub async fn uninstall(removal: &Removal) -> Result<Report, UninstallError> {
     // Keeps an agent that starts now from writing in between.
     let _lock = alone(removal, &dir).await?;
     // What an agent that was killed left behind.
-    let mut without = |kind: FileKind, bytes: &[u8]| plan::unplan(kind, bytes, removal.which.remove());
+    let state = State::load(&removal.dir);
+    let mut without = |kind: FileKind, bytes: &[u8]| removal.which.plan(kind, bytes, &state);
     if let Err(error) = swapper.recover(&mut without) {
         tracing::warn!(%error, "cannot look for files of an earlier agent");
     }
     let mut refused = Vec::new();
-    clean(removal, &mut swapper, &mut report, &mut refused)?;
+    // First: the runtime notices only the lists, and finds what they have now without these.
+    let removed = remove_drop_ins(removal, &mut report);
+    clean(removal, &state, &mut swapper, &mut report, &mut refused)?;
+    if removed && let Err(error) = swapper.poke() {
+        tracing::debug!(%error, "cannot wake the container runtime");
+    }
     restore(removal, &mut report)?;
     if !(report.cleaned.is_empty() && report.restored.is_empty()) {
         tokio::time::sleep(removal.grace).await;
     }
     swapper.settle_all(&mut without, &mut |_, _| {});
-    report.remaining = remaining(removal, &refused)?;
+    (report.given_back, report.remaining) = remaining(removal, &state, &refused)?;
+    report.cleaned.retain(|name| !report.given_back.contains(name));
     remove_files(removal, &mut report);
     if report.complete() {
         let _ = rustix::fs::unlinkat(&dir, MARK, AtFlags::empty()); // holds nothing but a number
+        let _ = memory::remove(&removal.dir); // of no use any more
     }
     for dir in [Some(&removal.dir), removal.bin_dir.as_ref()].into_iter().flatten() {
         let _ = put::clean(dir); // a directory that is gone needs no cleaning
@@ -179,6 +207,7 @@ fn names(removal: &Removal) -> Result<Vec<OsString>, UninstallError> {
 /// Takes the entries out of every config.
 fn clean(
     removal: &Removal,
+    state: &State,
     swapper: &mut Swapper,
     report: &mut Report,
     refused: &mut Vec<(OsString, String)>,
@@ -186,7 +215,7 @@ fn clean(
     let mut configs = names(removal)?;
     configs.retain(|name| FileKind::of(name).is_some());
     configs.sort();
-    let mut without = |kind: FileKind, bytes: &[u8]| plan::unplan(kind, bytes, removal.which.remove());
+    let mut without = |kind: FileKind, bytes: &[u8]| removal.which.plan(kind, bytes, state);
     swapper.replace_all(&configs, &mut without, &mut |name, outcome| match outcome {
         Ok(Outcome::Patched(_)) => report.cleaned.push(name.to_owned()),
         Ok(Outcome::Left(Leave::OnlyMesh, _)) => {
@@ -202,6 +231,19 @@ fn clean(
 
 fn explain(error: &SwapError) -> String {
     error.refusal().map_or_else(|| error.to_string(), |refusal| refusal.to_string())
+}
+
+fn remove_drop_ins(removal: &Removal, report: &mut Report) -> bool {
+    let mut removed = false;
+    for network in drop_in::networks(&removal.dir).unwrap_or_default() {
+        let name = Path::new(&network).join(drop_in::FILE);
+        match drop_in::withdraw(&removal.dir, &network) {
+            Ok(_) => report.cleaned.push(name.into()),
+            Err(refusal) => report.failed.push((removal.dir.join(name), refusal.to_string())),
+        }
+        removed = true;
+    }
+    removed
 }
 
 /// Puts single-plugin files back whose list is still the one made from them.
@@ -256,14 +298,16 @@ fn restore_one(removal: &Removal, aside: &OsStr, original: &OsStr) -> io::Result
     Ok(true)
 }
 
-/// Configs that still name the plugin, anywhere, or that cannot be read.
+/// Configs that still name the plugin, anywhere, or that cannot be read; before them those which do since they have the
+/// entry of another writer again.
 fn remaining(
     removal: &Removal,
+    state: &State,
     refused: &[(OsString, String)],
-) -> Result<Vec<(OsString, String)>, UninstallError> {
+) -> Result<(Vec<OsString>, Vec<(OsString, String)>), UninstallError> {
     let listed = listing::list(&removal.dir, &removal.host)
         .map_err(|source| UninstallError::Directory { path: removal.dir.clone(), source })?;
-    let mut remaining = Vec::new();
+    let (mut given_back, mut remaining) = (Vec::new(), Vec::new());
     for file in listed.into_iter().filter(|file| FileKind::of(&file.name).is_some()) {
         let why = match &file.content {
             Err(Refusal::Symlink) => continue, // no runtime can load it either, or it is another directory's
@@ -274,18 +318,29 @@ fn remaining(
                 if !edit::tokens(&text).any(|token| token.starts_with('"') && edit::string(token) == plugin) {
                     continue;
                 }
+                if has_its_own_again(&file.name, bytes, plugin, state) {
+                    given_back.push(file.name);
+                    continue;
+                }
                 let why = refused.iter().find(|(name, _)| *name == file.name).map(|(_, why)| why.clone());
                 why.unwrap_or_else(|| format!("it names {plugin} in an entry that nobypass did not write"))
             }
         };
         remaining.push((file.name, why));
     }
-    Ok(remaining)
+    Ok((given_back, remaining))
+}
+
+fn has_its_own_again(name: &OsStr, bytes: &[u8], plugin: &str, state: &State) -> bool {
+    let found = FileKind::of(name).and_then(|kind| plan::entries(kind, bytes, plugin));
+    let Some((network, found)) = found else { return false };
+    let theirs = state.replaced.get(&network);
+    theirs.is_some_and(|theirs| !found.is_empty() && found.iter().all(|entry| edit::same(entry, theirs)))
 }
 
 /// Kubeconfig and binary, unless a config still needs them.
 fn remove_files(removal: &Removal, report: &mut Report) {
-    if !report.remaining.is_empty() {
+    if !(report.remaining.is_empty() && report.given_back.is_empty()) {
         return;
     }
     let mut note = |path: PathBuf, result: Result<bool, String>| match result {

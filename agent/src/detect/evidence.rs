@@ -9,6 +9,7 @@ use nobypass_common::abi::PodCounters;
 use nobypass_common::ids::{Counter, V4, V6};
 
 use super::verdict::{PodVerdict, count};
+use crate::mesh::Unsupported;
 use crate::probe::Answer;
 
 /// While the last good and the last bad sign are both younger than this, a pod does both.
@@ -66,11 +67,13 @@ pub enum Reason {
     ProbeFailed,
     /// The pod's network stack is none that this kernel sees.
     ForeignKernel,
+    /// The group decides whether a connection of the pod is redirected, and no packet tells it.
+    GroupRules,
 }
 
 impl Reason {
     /// All values.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::NotRedirected,
         Self::FamilyGap,
         Self::Preexisting,
@@ -79,6 +82,7 @@ impl Reason {
         Self::NoRoute,
         Self::ProbeFailed,
         Self::ForeignKernel,
+        Self::GroupRules,
     ];
 
     /// In metrics, logs and JSON.
@@ -92,6 +96,7 @@ impl Reason {
             Self::NoRoute => "no_route",
             Self::ProbeFailed => "probe_failed",
             Self::ForeignKernel => "foreign_kernel",
+            Self::GroupRules => "group_rules",
         }
     }
 
@@ -105,7 +110,20 @@ impl Reason {
         match self {
             Self::NotRedirected | Self::FamilyGap | Self::NoRoute | Self::ProbeFailed => true,
             // The rules are in place, and this goes around them.
-            Self::Preexisting | Self::ProxyUidImpersonation | Self::RawSocket | Self::ForeignKernel => false,
+            Self::Preexisting
+            | Self::ProxyUidImpersonation
+            | Self::RawSocket
+            | Self::ForeignKernel
+            | Self::GroupRules => false,
+        }
+    }
+}
+
+impl From<Unsupported> for Reason {
+    fn from(reason: Unsupported) -> Self {
+        match reason {
+            Unsupported::UserspaceKernel | Unsupported::VirtualMachine => Self::ForeignKernel,
+            Unsupported::GroupRules => Self::GroupRules,
         }
     }
 }

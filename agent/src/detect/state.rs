@@ -110,8 +110,8 @@ impl PodState {
             let gap = !self.pod.families[family.index()];
             let state = &mut self.families[family.index()];
             let before = (state.verdict, state.reason);
-            let after = if self.pod.unsupported {
-                (PodVerdict::Unsupported, Some(Reason::ForeignKernel))
+            let after = if let Some(reason) = self.pod.unsupported {
+                (PodVerdict::Unsupported, Some(reason.into()))
             } else if self.pod.kind == PodKind::Meshed {
                 judge(&state.evidence, gap, state.verdict, now)
             } else {

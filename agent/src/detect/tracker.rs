@@ -15,9 +15,8 @@ use super::report::Report;
 use super::state::{PodState, PodStates, Transition};
 use super::verdict::PodVerdict;
 use crate::bpf::Maps;
-use crate::mesh::{Profile, Profiles};
+use crate::mesh::{Membership, Meshed, Profiles, recognise};
 use crate::pods::PodUid;
-use crate::pods::model::Keys;
 use crate::policy::{PodView, Snapshot};
 use crate::sys::clock::{monotonic_ns, monotonic_of};
 
@@ -129,8 +128,8 @@ impl Tracker {
             }
             changed = true;
             if let Some(state) = self.states.get_mut(id) {
-                let sign = self.profiles.named(&pod.mesh).and_then(|profile| validator(pod, profile));
-                if let Some(sign) = sign {
+                if let Some(sign) = meshed_of(pod, &self.profiles).and_then(|meshed| validator(pod, &meshed))
+                {
                     state.add(&sign);
                 }
             }
@@ -151,7 +150,7 @@ impl Tracker {
 
     fn report(&mut self, report: &Arc<Report>) -> bool {
         let Some(state) = self.states.get_mut(&report.cgroup) else { return false };
-        for sign in signs(report, self.profiles.named(&state.pod.mesh)) {
+        for sign in signs(report, meshed_of(&state.pod, &self.profiles).as_deref()) {
             state.add(&sign);
         }
         self.recent.keep(report.cgroup, report);
@@ -201,30 +200,23 @@ fn created(pod: &PodView) -> u64 {
     facts.and_then(|facts| facts.sandbox.as_ref()).map_or(0, |sandbox| monotonic_of(sandbox.created_at))
 }
 
-/// What the mesh's own validator said: of the family that the mesh redirects, IPv4 first, since it tries one only.
-///
-/// Only the code by which it refuses, and success, say anything of the redirection.
-fn validator(pod: &PodView, profile: &Profile) -> Option<Evidence> {
-    let names = validators(profile);
-    let facts = pod.facts.as_ref()?;
-    let of = facts.containers.iter().filter(|container| names.keeps(&container.name));
-    let container = of.max_by_key(|container| container.created_at)?;
-    let exit_code = container.exit_code.or(container.last_exit_code)?;
-    let family = if pod.families[0] { Family::V4 } else { Family::V6 };
-    (exit_code == 0 || profile.validator.exit_code == Some(exit_code)).then_some(Evidence::Validator {
-        family,
-        exit_code,
-        at: monotonic_of(container.created_at),
-    })
+/// What its mesh does for a pod whose facts are known.
+fn meshed_of(pod: &PodView, profiles: &Profiles) -> Option<Box<Meshed>> {
+    match recognise(pod.facts.as_deref()?, profiles.as_slice()) {
+        Membership::Meshed(meshed) => Some(meshed),
+        _ => None,
+    }
 }
 
-/// Names of the mesh's validator.
-fn validators(profile: &Profile) -> Keys {
-    profile.containers.validator.iter().map(|name| &**name).collect()
+/// What the mesh's own validator said: of the family that the mesh redirects, IPv4 first, since it tries one only.
+fn validator(pod: &PodView, meshed: &Meshed) -> Option<Evidence> {
+    let (exit_code, created_at) = meshed.validator_said(pod.facts.as_deref()?)?;
+    let family = if pod.families[0] { Family::V4 } else { Family::V6 };
+    Some(Evidence::Validator { family, exit_code, at: monotonic_of(created_at) })
 }
 
 /// What an event says.
-fn signs(report: &Report, profile: Option<&Profile>) -> Vec<Evidence> {
+fn signs(report: &Report, meshed: Option<&Meshed>) -> Vec<Evidence> {
     if report.direction != "outbound" {
         return Vec::new();
     }
@@ -234,11 +226,9 @@ fn signs(report: &Report, profile: Option<&Profile>) -> Vec<Evidence> {
     };
     let family = if to.is_ipv4() { Family::V4 } else { Family::V6 };
     let mut signs = vec![Evidence::Bypass { family, reason, at: report.at_ns }];
-    let canary = profile.is_some_and(|profile| {
-        // A container that nobody has named yet is known by the address alone.
-        let unnamed = report.container.parse::<u64>().is_ok();
-        profile.validator.addresses.contains(&to) && (unnamed || validators(profile).keeps(&report.container))
-    });
+    // A container that nobody has named yet is reported by its cgroup id.
+    let container = Some(&*report.container).filter(|name| name.parse::<u64>().is_err());
+    let canary = meshed.is_some_and(|meshed| meshed.is_canary(container, to));
     if canary {
         signs.push(Evidence::Canary { family, at: report.at_ns });
     }

@@ -30,6 +30,11 @@ pub(super) fn next(explained: &Explanation, lost_hooks: &[String]) -> Vec<String
                     .to_owned(),
             );
         }
+        Some(Downgrade::GroupRules) => next.push(
+            "enforce is asked for and cannot be had: take the rules by group from the pod's mesh, exempt users (UID) or ports \
+             instead"
+                .to_owned(),
+        ),
         None => {}
     }
     for said in
@@ -38,6 +43,13 @@ pub(super) fn next(explained: &Explanation, lost_hooks: &[String]) -> Vec<String
         next.push(format!(
             "the pod asks for mode {:?} and is not allowed to: set the label on its namespace, or allowPodOverride",
             said.value
+        ));
+    }
+    if !explained.packet_sockets.is_empty() {
+        next.push(format!(
+            "container {} has CAP_NET_RAW: what it sends by packet sockets nothing here sees. Unless it needs them, drop \
+             NET_RAW in its securityContext",
+            explained.packet_sockets.join(", ")
         ));
     }
     if !explained.problems.is_empty() {

@@ -15,6 +15,7 @@ use crate::bpf::Maps;
 use crate::detect::report::Report;
 use crate::detect::verdict::{count, mode_label};
 use crate::detect::{Family, PodState};
+use crate::mesh::role::runs_to_completion;
 use crate::mesh::{Exemptions, Listed, Membership, MeshRole, Profiles, UserPorts, recognise};
 use crate::pods::model::{Container, State};
 use crate::policy::effective::Traffic;
@@ -46,6 +47,10 @@ pub struct Explanation {
     pub reason: String,
     /// Why, in a sentence.
     pub recognition: String,
+    /// Where a meshed pod stands (`before_redirect`, `starting`, `running`, `draining`, `finished`); else empty.
+    pub phase: String,
+    /// A meshed pod is meant to end, as a job's; false while only the container runtime has told of it.
+    pub ends_by_itself: bool,
     /// The verdicts, in the order IPv4, IPv6.
     pub families: Vec<FamilyExplained>,
     /// The mode.
@@ -64,6 +69,9 @@ pub struct Explanation {
     pub events: Vec<Report>,
     /// Annotations that are not taken as they are.
     pub problems: Vec<String>,
+    /// Containers that may send by packet sockets, which nothing here sees.
+    #[serde(default)]
+    pub packet_sockets: Vec<String>,
     /// What to do.
     pub next: Vec<String>,
 }
@@ -152,6 +160,8 @@ pub struct Known<'a> {
     pub events: Vec<Arc<Report>>,
     /// Hooks that are not in effect.
     pub lost_hooks: Vec<String>,
+    /// Containers that may send by packet sockets.
+    pub packet_sockets: Vec<String>,
 }
 
 /// What the kernel knows.
@@ -191,12 +201,16 @@ impl Kernel {
 
 /// Explains a pod of a running agent.
 pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
-    let Known { view, state, policy, profiles, events, lost_hooks: _ } = known;
+    let Known { view, state, policy, profiles, events, packet_sockets, lost_hooks: _ } = known;
     let fresh = match state {
         Some(state) => state.with(&kernel.counters, kernel.now),
         None => PodState::new(Arc::clone(view), 0, kernel.now),
     };
     let membership = view.facts.as_deref().map(|facts| recognise(facts, profiles.as_slice()));
+    let meshed = match &membership {
+        Some(Membership::Meshed(meshed)) => Some(meshed),
+        _ => None,
+    };
     let profile = profiles.named(&view.mesh);
     let choice = view.choice.as_ref();
     let mode = ModeExplained {
@@ -217,6 +231,8 @@ pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
         kind: view.kind.label().into(),
         reason: view.reason.into(),
         recognition: sentence::recognition(view, membership.as_ref(), profile),
+        phase: meshed.map_or("", |meshed| meshed.phase.as_str()).into(),
+        ends_by_itself: meshed.is_some() && view.facts.as_deref().and_then(runs_to_completion) == Some(true),
         families: Family::ALL.iter().map(|family| family_of(&fresh, *family, kernel.now)).collect(),
         mode,
         traffic: view.traffic.map(traffic),
@@ -226,6 +242,7 @@ pub fn explain(known: &Known<'_>, kernel: &Kernel) -> Explanation {
         counters: counters(&kernel.counters),
         events: events.iter().map(|report| Report::clone(report)).collect(),
         problems: view.problems.clone(),
+        packet_sockets: packet_sockets.clone(),
         next: Vec::new(),
     };
     explanation.enforce = sentence::enforce(&explanation);
@@ -272,6 +289,8 @@ pub fn from_pins(maps: &Maps, cgroup: u64, kernel: &Kernel) -> Explanation {
         kind: kind.label().into(),
         reason: String::new(),
         recognition: "only a running agent knows why".into(),
+        phase: String::new(),
+        ends_by_itself: false,
         families: families.collect(),
         mode: ModeExplained {
             mode: mode_label(kernel.mode()).into(),
@@ -287,6 +306,7 @@ pub fn from_pins(maps: &Maps, cgroup: u64, kernel: &Kernel) -> Explanation {
         counters: counters(&kernel.counters),
         events: Vec::new(),
         problems: Vec::new(),
+        packet_sockets: Vec::new(),
         next: Vec::new(),
     };
     explanation.enforce = sentence::enforce(&explanation);

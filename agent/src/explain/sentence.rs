@@ -4,6 +4,7 @@ use super::Explanation;
 use crate::mesh::recognise::{Exempt, NotMeshed, Unsupported};
 use crate::mesh::{Membership, Profile};
 use crate::policy::PodView;
+use crate::policy::desired::ENROLLING;
 use crate::probe::Answer;
 
 /// Why a pod is meshed, or not.
@@ -38,14 +39,22 @@ pub(super) fn recognition(
         Some(Membership::Exempt { reason: Exempt::Own }) => "it is nobypass, which is not judged".into(),
         Some(Membership::Unsupported { profile, reason }) => {
             let why = match reason {
-                Unsupported::UserspaceKernel => "a network stack in user space",
-                Unsupported::VirtualMachine => "a kernel of its own",
+                Unsupported::UserspaceKernel => "has a network stack in user space",
+                Unsupported::VirtualMachine => "has a kernel of its own",
+                Unsupported::GroupRules => {
+                    return format!(
+                        "it belongs to {profile}, which goes by the group (GID) of a connection's owner: no packet tells \
+                         that, so it is not judged and nothing of it is dropped"
+                    );
+                }
             };
-            format!("it belongs to {profile} and has {why}: nothing on this node can see its connections")
+            format!("it belongs to {profile} and {why}: nothing on this node can see its connections")
         }
         Some(Membership::Meshed(meshed)) => {
             let marks = marks(view, profile);
-            let due = if meshed.redirect_due {
+            let due = if view.reason == ENROLLING {
+                "; it ran before it was labelled, and the mesh is given time to take it up, until then nothing is a bypass"
+            } else if meshed.redirect_due {
                 ""
             } else {
                 "; its mesh's init container has not succeeded yet, until then nothing is a bypass"

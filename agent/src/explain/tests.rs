@@ -33,7 +33,7 @@ fn view(policy: &Effective, annotations: &[(&str, &str)]) -> PodView {
     let mut validator = Container::new("linkerd-network-validator");
     (validator.state, validator.exit_code) = (State::Exited, Some(95));
     facts.containers = vec![proxy, validator, Container::new("app")];
-    let choice = mode::choose(&facts, policy, false);
+    let choice = mode::choose(&facts, policy, None);
     PodView {
         namespace: "shop".into(),
         name: "cart-0".into(),
@@ -72,6 +72,7 @@ fn explained(
         policy,
         profiles: &profiles,
         events: Vec::new(),
+        packet_sockets: Vec::new(),
         lost_hooks: Vec::new(),
     };
     let mut config = KernelConfig::default();

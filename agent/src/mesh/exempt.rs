@@ -83,6 +83,7 @@ pub(super) fn exemptions(
         uids,
         user_ports,
         gids,
+        by_group: _,
         devices: device_key,
         in_ports,
         in_only,

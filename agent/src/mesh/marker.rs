@@ -120,6 +120,17 @@ pub struct ArgMatch {
     pub value: Box<str>,
 }
 
+/// A marker that counts only where another one is not on the pod.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Unless {
+    /// The marker.
+    pub when: Marker,
+    /// The other one.
+    #[serde(default)]
+    pub unless: Option<Marker>,
+}
+
 /// A name of a marker or source, for a pod source to keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wish<'a> {
@@ -244,8 +255,19 @@ impl Marker {
     }
 }
 
+impl Unless {
+    /// Whether it counts.
+    pub(super) fn is_on(&self, pod: &PodFacts) -> bool {
+        self.when.is_on(pod) && !self.unless.as_ref().is_some_and(|unless| unless.is_on(pod))
+    }
+
+    pub(super) fn wishes(&self) -> impl Iterator<Item = Wish<'_>> {
+        self.unless.iter().chain([&self.when]).flat_map(Marker::wishes)
+    }
+}
+
 impl KeyMatch {
-    fn is_in(&self, map: &KeyValues) -> bool {
+    pub(super) fn is_in(&self, map: &KeyValues) -> bool {
         let Self { key, value, truth, contains } = self;
         map.iter().any(|(have, text)| {
             matches(key, have) && says(text, value.as_deref(), *truth, contains.as_deref())

@@ -6,8 +6,9 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    enrolment::Enrolment,
     grammar::{CidrGrammar, PortGrammar, PortRange},
-    marker::{Marker, Source, Wish},
+    marker::{Marker, Source, Unless, Wish},
 };
 
 /// Everything that is to be known about one mesh. In a file: YAML (or JSON), names in camelCase.
@@ -25,6 +26,9 @@ pub struct Profile {
     /// Each of these says that a CNI plugin sets up the redirection, whatever init containers there are.
     #[serde(default)]
     pub cni_when: Vec<Marker>,
+    /// The mesh takes up pods that run already.
+    #[serde(default)]
+    pub enrolment: Option<Enrolment>,
     /// Who sets up the redirection as long as the pod does not show it.
     #[serde(default)]
     pub assume_mode: Mode,
@@ -186,8 +190,11 @@ pub struct ExemptRules {
     /// Annotation with users whose connections to some ports are not redirected, as Kuma writes them:
     /// `<protocol:>?<ports:>?<uids>;…`.
     pub user_ports: Option<Box<str>>,
-    /// Groups whose connections are not redirected, beside the proxy's.
+    /// Groups whose connections are not redirected, beside the proxy's. A packet does not tell its group: a pod with any
+    /// is not judged.
     pub gids: ListRule<u32>,
+    /// Each of these says that the group decides whether a connection is redirected, with the same effect.
+    pub by_group: Vec<Unless>,
     /// Annotation with names of network devices whose connections are not redirected.
     pub devices: Option<Box<str>>,
     /// Ports of incoming connections.
@@ -378,6 +385,7 @@ impl Profile {
             uids,
             user_ports,
             gids,
+            by_group,
             devices,
             in_ports,
             in_only,
@@ -417,12 +425,14 @@ impl Profile {
             IdSource::Annotation(key) | IdSource::NamespaceAnnotation(key) => Some(&**key),
             IdSource::Container | IdSource::ContainerUnlessRoot | IdSource::Fixed(_) => None,
         });
-        let keys = keys.into_iter().filter_map(Option::as_deref).chain(ids).map(Wish::Key);
+        let done = self.enrolment.iter().filter_map(|enrolment| Some(&*enrolment.done.as_ref()?.key));
+        let keys = keys.into_iter().filter_map(Option::as_deref).chain(ids).chain(done).map(Wish::Key);
+        let by_group = by_group.iter().flat_map(Unless::wishes);
         let names = proxy.iter().chain(init).chain(validator).map(|name| Wish::Container(name));
         let markers = markers.into_iter().flatten().flat_map(Marker::wishes);
         let written =
             self.materialised.iter().flat_map(|written| written.from.iter().flat_map(Source::wishes));
-        markers.chain(keys).chain(names).chain(written).collect()
+        markers.chain(by_group).chain(keys).chain(names).chain(written).collect()
     }
 
     /// Whether it makes sense.

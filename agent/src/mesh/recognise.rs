@@ -1,6 +1,7 @@
 //! Whether a pod is meshed, and what follows from that. Pure.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use super::{
     exempt::{Exemptions, Problem, exemptions, identity},
@@ -91,6 +92,8 @@ pub enum Unsupported {
     UserspaceKernel,
     /// Kata and its like: a kernel of its own.
     VirtualMachine,
+    /// The group of a connection's owner decides whether it is redirected, and no packet tells the group.
+    GroupRules,
 }
 
 /// All that the kernel half and the reports need to know of a meshed pod.
@@ -118,6 +121,11 @@ pub struct Meshed {
     pub mode_assumed: bool,
     /// From now on an un-redirected connection is a bypass. With an init container: once it has succeeded.
     pub redirect_due: bool,
+    /// How long the mesh is given if the pod ran before it became meshed; `None` if it needs no time or says that it is
+    /// done.
+    pub enrolment_grace: Option<Duration>,
+    /// It is given that time now. For whoever remembers what the pod was before; here it is never set.
+    pub is_enrolling: bool,
     /// What each container is to the mesh.
     pub roles: Roles,
     /// Where the pod stands.
@@ -160,17 +168,15 @@ impl Meshed {
         by_validator && self.validator_addresses.contains(&destination)
     }
 
-    /// Whether a validator has said by its exit code that the pod is not redirected.
+    /// How the mesh's validator exited, and when it was made, in nanoseconds since 1970. Only success and the code by which
+    /// it refuses say anything of the redirection.
     #[must_use]
-    pub fn validator_refuses(&self, pod: &PodFacts) -> bool {
-        self.validator_exit_code.is_some_and(|code| {
-            let validators = pod
-                .containers
-                .iter()
-                .filter(|container| self.roles.of(&container.name) == Some(role::MeshRole::Validator));
-            let last = |container: &Container| container.exit_code.or(container.last_exit_code);
-            validators.max_by_key(|container| container.created_at).and_then(last) == Some(code)
-        })
+    pub fn validator_said(&self, pod: &PodFacts) -> Option<(i32, i64)> {
+        let is_validator =
+            |container: &&Container| self.roles.of(&container.name) == Some(role::MeshRole::Validator);
+        let last = pod.containers.iter().filter(is_validator).max_by_key(|container| container.created_at)?;
+        let code = last.exit_code.or(last.last_exit_code)?;
+        (code == 0 || self.validator_exit_code == Some(code)).then_some((code, last.created_at))
     }
 }
 
@@ -205,6 +211,7 @@ impl Unsupported {
         match self {
             Self::UserspaceKernel => "userspace_kernel",
             Self::VirtualMachine => "virtual_machine",
+            Self::GroupRules => "group_rules",
         }
     }
 }
@@ -245,7 +252,15 @@ pub fn recognise(pod: &PodFacts, profiles: &[Profile]) -> Membership {
         if let Some(reason) = foreign_runtime(pod) {
             return Membership::Unsupported { profile: profile.name.clone(), reason };
         }
-        return Membership::Meshed(Box::new(meshed(pod, profile, proxy)));
+        let meshed = meshed(pod, profile, proxy);
+        let by_group = profile.exempt.by_group.iter().any(|rule| rule.is_on(pod));
+        if by_group || !meshed.exemptions.gids.is_empty() {
+            return Membership::Unsupported {
+                profile: profile.name.clone(),
+                reason: Unsupported::GroupRules,
+            };
+        }
+        return Membership::Meshed(Box::new(meshed));
     }
     let reason = match missing {
         Some(profile) => NotMeshed::ProxyMissing { profile },
@@ -342,6 +357,8 @@ fn meshed(pod: &PodFacts, profile: &Profile, proxy: Option<&Container>) -> Meshe
         mode,
         mode_assumed,
         redirect_due,
+        is_enrolling: false,
+        enrolment_grace: profile.enrolment.as_ref().and_then(|enrolment| enrolment.grace(pod)),
         roles: role::roles(pod, profile),
         phase: role::phase(pod, redirect_due),
         families: families(&profile.families, pod, ipv6),

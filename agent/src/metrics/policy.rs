@@ -70,7 +70,7 @@ fn pods(encoder: &mut DescriptorEncoder<'_>, snapshot: &Snapshot, hooks: &[HookS
     let mut modes: BTreeMap<&str, u64> = Mode::ALL.iter().map(|mode| (mode.label(), 0)).collect();
     let mut downgraded: BTreeMap<&str, u64> =
         Downgrade::ALL.iter().map(|downgrade| (downgrade.label(), 0)).chain([(INGRESS_HOOK, 0)]).collect();
-    let judged = |view: &&std::sync::Arc<PodView>| view.kind == PodKind::Meshed || view.unsupported;
+    let judged = |view: &&std::sync::Arc<PodView>| view.kind == PodKind::Meshed || view.unsupported.is_some();
     for view in snapshot.pods.values().filter(judged) {
         let Some(choice) = &view.choice else { continue };
         if view.kind == PodKind::Meshed {

@@ -122,6 +122,17 @@ pub fn is_tainted(node: &Node, keys: &[String]) -> bool {
     node.spec.taints.iter().flatten().any(|taint| has_key(taint, keys))
 }
 
+/// What takes back all that was said by condition and label, for when no agent will say it again. Taints are left as they
+/// are: without an agent nobody knows whether the node is safe.
+pub fn withdrawal(node: &Node) -> Vec<Change> {
+    let label = node.metadata.labels.as_ref().filter(|labels| labels.contains_key(LABEL));
+    let label = label.map(|_| Change::Label(json!({ "metadata": { "labels": { LABEL: null } } })));
+    // `$patch` of a strategic merge patch: of the list's items this one goes, whatever the others are by then.
+    let gone = json!({ "status": { "conditions": [{ "type": CONDITION, "$patch": "delete" }] } });
+    let condition = ours(node).map(|_| Change::Condition(gone));
+    [label, condition].into_iter().flatten().collect()
+}
+
 fn ours(node: &Node) -> Option<&Condition> {
     node.status.as_ref()?.conditions.iter().find(|condition| condition.r#type == CONDITION)
 }
@@ -318,6 +329,24 @@ mod tests {
         );
         let there = node(&json!({ "spec": { "taints": [{ "key": TAINT, "effect": "NoExecute" }] } }));
         assert_eq!(changes(&there, &verdict(false), &outputs, now()), [], "any effect will do");
+    }
+
+    #[test]
+    fn what_is_withdrawn_is_ours_alone() {
+        assert_eq!(withdrawal(&node(&json!({}))), []);
+        let foreign = json!({
+            "metadata": { "name": "n1", "labels": { "nobypass.dev/other": "ready" } },
+            "spec": { "taints": [{ "key": TAINT, "effect": "NoSchedule" }] },
+            "status": { "conditions": [{ "type": "Ready", "status": "True" }] },
+        });
+        assert_eq!(withdrawal(&node(&foreign)), []);
+        let said = node(&json!({
+            "metadata": { "name": "n1", "labels": { LABEL: "ready" } }, "status": condition_of("True", "2026-01-01T00:00:00Z"),
+        }));
+        let [Change::Label(label), Change::Condition(condition)] = &withdrawal(&said)[..] else { panic!() };
+        assert_eq!(label, &json!({ "metadata": { "labels": { LABEL: null } } }));
+        let conditions = condition["status"]["conditions"].as_array().unwrap();
+        assert_eq!((conditions.len(), &conditions[0]["type"]), (1, &json!(CONDITION)));
     }
 
     #[test]

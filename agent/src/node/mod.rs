@@ -11,3 +11,4 @@ pub mod metrics;
 pub mod object;
 pub mod pods;
 pub mod started;
+pub mod withdraw;

@@ -7,6 +7,11 @@ const WINDOWS: usize = 64;
 /// Names that one Event lists.
 pub const NAMES: usize = 10;
 
+/// How long after the plugins were run a runtime may say that it made the sandbox: containerd does so when the pause
+/// container is there
+/// (`RunPodSandbox` in <https://github.com/containerd/containerd/blob/v1.6.20/pkg/cri/server/sandbox_run.go>).
+const LATE: Ns = 10_000_000_000;
+
 /// Times are nanoseconds since 1970.
 type Ns = i64;
 
@@ -19,13 +24,19 @@ pub struct Pod<'a> {
     pub name: &'a str,
     /// When its sandbox was made.
     pub created: Ns,
+    /// It has no redirect rules, that is known.
+    pub bypassing: bool,
 }
 
 /// Counts pods by when their sandbox was made. Nothing is known of the time before the first look, unless that finds the
-/// node unprotected: then it was so since its start.
+/// node unprotected: then it was so since its start. A pod that lacks the rules is counted also if it is from before that
+/// look, since an earlier agent may have protected the node and died before it knew the pod; or if it is of shortly after a
+/// window, see [`LATE`].
 #[derive(Clone, Debug, Default)]
 pub struct Started {
     known: bool,
+    /// When that was.
+    since: Ns,
     /// Closed windows: from, to.
     windows: VecDeque<(Ns, Ns)>,
     open: Option<Ns>,
@@ -47,7 +58,9 @@ impl Started {
             }
             _ => {}
         }
-        self.known = true;
+        if !self.known {
+            (self.known, self.since) = (true, at);
+        }
     }
 
     /// All pods there are; gives the names of those that are counted now for the first time.
@@ -57,7 +70,7 @@ impl Started {
         for pod in pods {
             if let Some((uid, created)) = self.counted.remove_entry(pod.uid) {
                 still.insert(uid, created);
-            } else if self.was_open(pod.created) {
+            } else if self.was_open(pod.created) || (pod.bypassing && self.was_just_open(pod.created)) {
                 still.insert(pod.uid.to_owned(), pod.created);
                 new.push(pod.name);
             }
@@ -76,6 +89,12 @@ impl Started {
     /// How many, since the agent started.
     pub fn total(&self) -> u64 {
         self.total
+    }
+
+    fn was_just_open(&self, at: Ns) -> bool {
+        let before_first_look = self.known && at < self.since.saturating_add(LATE);
+        before_first_look
+            || self.windows.iter().any(|(from, to)| (*from..to.saturating_add(LATE)).contains(&at))
     }
 
     fn was_open(&self, at: Ns) -> bool {
@@ -103,7 +122,9 @@ mod tests {
     use super::*;
 
     fn pods<'a>(all: &'a [(&'a str, Ns)]) -> Vec<Pod<'a>> {
-        all.iter().map(|(name, created)| Pod { uid: name, name, created: *created }).collect()
+        all.iter()
+            .map(|(name, created)| Pod { uid: name, name, created: *created, bypassing: false })
+            .collect()
     }
 
     #[test]
@@ -130,6 +151,31 @@ mod tests {
         assert!(started.pods(pods(&[("old", 50)])).is_empty());
         started.protected(false, 200);
         assert_eq!(started.pods(pods(&[("old", 50), ("new", 200)])), ["new"]);
+    }
+
+    #[test]
+    fn a_pod_from_before_a_protected_start_is_known_by_its_missing_rules() {
+        let mut started = Started::default();
+        let bypassing = |name, created| Pod { uid: name, name, created, bypassing: true };
+        assert!(started.pods([bypassing("old", 50)]).is_empty(), "the node has not been looked at");
+        started.protected(true, 100);
+        assert_eq!(started.pods([bypassing("old", 50), bypassing("much later", 100 + LATE)]), ["old"]);
+        assert!(started.pods([bypassing("old", 50)]).is_empty(), "once");
+        assert_eq!(started.total(), 1);
+    }
+
+    #[test]
+    fn a_sandbox_that_was_made_right_after_a_window_is_known_by_its_missing_rules() {
+        let second = LATE / 10;
+        let mut started = Started::default();
+        started.protected(true, 0);
+        started.protected(false, 100 * second);
+        started.protected(true, 101 * second);
+        let pod = |created, bypassing| Pod { uid: "p", name: "p", created, bypassing };
+        assert!(started.clone().pods([pod(102 * second, false)]).is_empty());
+        assert!(started.clone().pods([pod(99 * second, true)]).is_empty());
+        assert!(started.clone().pods([pod(111 * second, true)]).is_empty());
+        assert_eq!(started.pods([pod(102 * second, true)]), ["p"]);
     }
 
     #[test]

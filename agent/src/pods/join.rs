@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::model::{Container, KeyValues, KnownBy, PodFacts, State};
+use super::model::{Container, KeyValues, Keys, KnownBy, PodFacts, State};
 use super::source::PodUpdate;
 use super::{ContainerId, PodUid};
 
@@ -44,6 +44,8 @@ struct Slot {
     generation: u32,
     /// Annotations when the sandbox was made, as far as the API alone can tell.
     at_start: Option<KeyValues>,
+    /// Other annotations are kept by now than these, of which `at_start` is.
+    kept: Option<Arc<Keys>>,
     sent: Option<Arc<PodFacts>>,
 }
 
@@ -71,6 +73,12 @@ impl Join {
     pub fn update(&mut self, origin: Origin, update: PodUpdate) -> Vec<PodUpdate> {
         match update {
             PodUpdate::Synced => vec![PodUpdate::Synced],
+            PodUpdate::Rekeyed(before) => {
+                for slot in self.slots.values_mut().filter(|slot| slot.at_start.is_some()) {
+                    slot.kept.get_or_insert_with(|| Arc::clone(&before));
+                }
+                Vec::new()
+            }
             PodUpdate::Upsert(pod) => {
                 let key = pod.cgroup_uid();
                 let mut left = None;
@@ -206,6 +214,11 @@ impl Slot {
             || facts.containers.iter().any(|container| container.id.is_some());
         if has_sandbox && self.at_start.is_none() {
             self.at_start = Some(facts.annotations.clone());
+        }
+        if let (Some(at_start), Some(kept)) = (&mut self.at_start, self.kept.take()) {
+            // What nobody kept has not been edited as far as anybody knows.
+            let new = facts.annotations.iter().filter(|(key, _)| !kept.keeps(key));
+            *at_start = at_start.iter().chain(new).collect();
         }
         if let Some(at_start) = &self.at_start
             && *at_start != facts.annotations

@@ -13,6 +13,9 @@ use super::file::{FamilyGap, Inbound, NonTcp};
 use super::mode::Choice;
 use crate::mesh::{Exemptions, Membership, Meshed};
 
+/// Why a pod is not judged that became meshed while it ran.
+pub const ENROLLING: &str = "enrolling";
+
 /// What the operator wants of a pod.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wishes {
@@ -49,6 +52,7 @@ pub fn kind(membership: &Membership) -> (PodKind, &'static str) {
         Membership::Exempt { reason } => (PodKind::Exempt, reason.as_str()),
         Membership::Unsupported { reason, .. } => (PodKind::Exempt, reason.as_str()),
         // With an init container, what runs before it is not redirected by design.
+        Membership::Meshed(meshed) if meshed.is_enrolling => (PodKind::Exempt, ENROLLING),
         Membership::Meshed(meshed) if !meshed.redirect_due => (PodKind::Exempt, "redirect_not_due"),
         Membership::Meshed(_) => (PodKind::Meshed, "meshed"),
     }

@@ -1,5 +1,7 @@
 //! The one task that writes the pods' maps.
 
+mod say;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +12,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::desired::{self, Wishes};
 use super::devices;
+use super::enrol::Enrolling;
 use super::exempt::{KernelExemptions, Sets, entries, is_fit};
 use super::mode::{self, Choice};
 use super::refuse::{self, Refuse};
@@ -22,7 +25,7 @@ use crate::cgroup::model::{CgroupEvent, CgroupEventKind};
 use crate::cgroup::parents::PodParent;
 use crate::cgroup::scan::scan;
 use crate::cgroup::stream::{CgroupReceiver, Item};
-use crate::mesh::recognise;
+use crate::mesh::{Membership, recognise};
 use crate::pods::PodUid;
 use crate::pods::source::PodUpdate;
 use crate::sys::clock::monotonic_ns;
@@ -49,6 +52,7 @@ pub struct Keeper {
     ledger: Ledger,
     /// Families of pods that are refused at once, by cgroup id.
     refused: HashMap<u64, [bool; 2]>,
+    enrolling: Enrolling,
     revision: u64,
     state: Snapshot,
     out: watch::Sender<Snapshot>,
@@ -86,6 +90,7 @@ impl Keeper {
             views: HashMap::new(),
             ledger,
             refused: HashMap::new(),
+            enrolling: Enrolling::default(),
             revision,
             state,
             out,
@@ -121,6 +126,7 @@ impl Keeper {
                     Ok(()) => self.decide_anew()?,
                     Err(_) => return Ok(()),
                 },
+                () = until(self.enrolling.next()) => self.decide_on_enrolled()?,
                 _ = rescan.tick() => self.rescan()?,
             }
         }
@@ -138,6 +144,15 @@ impl Keeper {
         }
         let pods: Vec<Change> = self.registry.with_cgroup().map(|(uid, _, _)| Change::Pod(uid)).collect();
         self.publish();
+        self.apply(pods)
+    }
+
+    /// Some pods' meshes have been waited for long enough.
+    fn decide_on_enrolled(&mut self) -> Result<(), BpfError> {
+        let over: Vec<u64> = self.enrolling.over(monotonic_ns()).collect();
+        over.iter().for_each(|cgroup| self.enrolling.forget(*cgroup));
+        let uid = |cgroup| Some(Change::Pod(self.views.get(cgroup)?.uid));
+        let pods = over.iter().filter_map(uid).collect();
         self.apply(pods)
     }
 
@@ -160,6 +175,8 @@ impl Keeper {
                 self.registry.facts_gone(uid);
                 Vec::new()
             }
+            // For who remembers what was told by the old keys.
+            PodUpdate::Rekeyed(_) => Vec::new(),
             PodUpdate::Synced => {
                 if !self.state.synced {
                     self.state.synced = true;
@@ -298,7 +315,16 @@ impl Keeper {
             let now = self.policy.borrow();
             (Arc::clone(&now.profiles), Arc::clone(&now.effective))
         };
-        let membership = recognise(facts, profiles.as_slice());
+        let mut membership = recognise(facts, profiles.as_slice());
+        let before = self.views.get(&id).map(Arc::as_ref);
+        let meshed = match &mut membership {
+            Membership::Meshed(meshed) => Some(&mut **meshed),
+            _ => None,
+        };
+        let waits = self.enrolling.waits(id, before, facts, meshed.as_deref(), monotonic_ns());
+        if let Some(meshed) = meshed {
+            meshed.is_enrolling = waits;
+        }
         let mut view = view(uid, id, facts, entry, &membership);
         let choice = mode::choose(facts, &policy, view.unsupported);
         let traffic = policy.traffic(&facts.namespace, facts.namespace_labels.as_ref());
@@ -349,20 +375,6 @@ impl Keeper {
         self.tell_problems(before.as_deref(), &view);
         self.written.insert(id, (policy, exemptions));
         Ok(Some((id, policy, released)))
-    }
-
-    /// Says each problem once.
-    fn tell_problems(&mut self, before: Option<&PodView>, view: &PodView) {
-        let known = before.map_or(&[][..], |before| &before.problems);
-        for problem in view.problems.iter().filter(|problem| !known.contains(problem)) {
-            tracing::warn!(namespace = %view.namespace, pod = %view.name, problem, "an annotation is not taken as it is");
-        }
-        let refused = |view: &PodView| view.choice.as_ref().and_then(Choice::refused).cloned();
-        let news = refused(view);
-        if view.kind == PodKind::Meshed && news.is_some() && news != before.and_then(refused) {
-            self.state.overrides_refused += 1;
-            self.publish();
-        }
     }
 
     fn refuse(&mut self, refuse: Refuse) {
@@ -443,6 +455,7 @@ impl Keeper {
         }
         self.views.remove(&id);
         self.refused.remove(&id);
+        self.enrolling.forget(id);
         self.publish();
         self.maps.forget(id)?;
         // In this order: an agent that dies in between loses a pod's counts, but never counts them twice.
@@ -465,14 +478,13 @@ impl Keeper {
         self.state.ledger = Arc::new(self.ledger.clone());
         self.out.send_replace(self.state.clone());
     }
+}
 
-    fn count_without_entry(&mut self, error: &BpfError) {
-        self.state.without_entry += 1;
-        // Once at 1, 2, 4 …: a full map meets every new pod.
-        if self.state.without_entry.is_power_of_two() {
-            tracing::error!(%error, pods = self.state.without_entry, capacity = self.maps.capacity(),
-                "no room for a pod's entry: it is judged as unknown; raise --max-pods and run `nobypass cleanup`");
-        }
+/// Until a time of `CLOCK_MONOTONIC` in ns; without one, for ever.
+async fn until(at: Option<u64>) {
+    match at {
+        Some(at) => tokio::time::sleep(Duration::from_nanos(at.saturating_sub(monotonic_ns()))).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -8,6 +8,7 @@ pub mod check;
 pub mod desired;
 pub mod devices;
 pub mod effective;
+pub mod enrol;
 pub mod exempt;
 pub mod file;
 pub mod keeper;

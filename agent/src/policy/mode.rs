@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::effective::Effective;
 use super::file::{ModeName, PodOverride};
+use crate::mesh::Unsupported;
 use crate::pods::model::PodFacts;
 
 /// The pod annotation and the namespace label that name a mode.
@@ -74,17 +75,20 @@ pub enum Downgrade {
     FailOpenNamespace,
     /// The pod's connections cannot be seen, let alone dropped.
     UnsupportedRuntime,
+    /// The group decides whether a connection of the pod is redirected, and no packet tells it.
+    GroupRules,
 }
 
 impl Downgrade {
     /// All values.
-    pub const ALL: [Self; 2] = [Self::FailOpenNamespace, Self::UnsupportedRuntime];
+    pub const ALL: [Self; 3] = [Self::FailOpenNamespace, Self::UnsupportedRuntime, Self::GroupRules];
 
     /// In metrics, logs and JSON.
     pub const fn label(self) -> &'static str {
         match self {
             Self::FailOpenNamespace => "fail_open_namespace",
             Self::UnsupportedRuntime => "unsupported_runtime",
+            Self::GroupRules => "group_rules",
         }
     }
 }
@@ -116,8 +120,8 @@ impl Choice {
     }
 }
 
-/// Chooses. `unsupported`: nothing on this node can see the pod's connections.
-pub fn choose(facts: &PodFacts, policy: &Effective, unsupported: bool) -> Choice {
+/// Chooses. `unsupported`: why nothing on this node can judge the pod's connections.
+pub fn choose(facts: &PodFacts, policy: &Effective, unsupported: Option<Unsupported>) -> Choice {
     let node = Mode::from(policy.mode);
     let labels = facts.namespace_labels.as_ref();
     let mut said = Vec::new();
@@ -155,9 +159,9 @@ pub fn choose(facts: &PodFacts, policy: &Effective, unsupported: bool) -> Choice
         one.fate = Fate::Overridden;
     }
     let asked = holds.map_or(node, |(_, mode)| mode);
-    let downgrade = match asked {
-        Mode::Enforce if unsupported => Some(Downgrade::UnsupportedRuntime),
-        Mode::Enforce if policy.fails_open(&facts.namespace) => Some(Downgrade::FailOpenNamespace),
+    let downgrade = match (asked, unsupported) {
+        (Mode::Enforce, Some(reason)) => Some(reason.into()),
+        (Mode::Enforce, None) if policy.fails_open(&facts.namespace) => Some(Downgrade::FailOpenNamespace),
         _ => None,
     };
     if downgrade.is_some() {
@@ -189,6 +193,15 @@ fn allowed(allow: PodOverride, base: Mode, wanted: Mode) -> bool {
         PodOverride::Never => wanted == base,
         PodOverride::Stricter => wanted >= base,
         PodOverride::Any => true,
+    }
+}
+
+impl From<Unsupported> for Downgrade {
+    fn from(reason: Unsupported) -> Self {
+        match reason {
+            Unsupported::UserspaceKernel | Unsupported::VirtualMachine => Self::UnsupportedRuntime,
+            Unsupported::GroupRules => Self::GroupRules,
+        }
     }
 }
 

@@ -76,8 +76,8 @@ impl Registry {
             return if below == 1 { vec![Change::Class(id, level)] } else { Vec::new() };
         };
         match found.container {
+            _ if found.nested || found.misplaced => Vec::new(),
             None => self.pod_made(found.uid, id, level),
-            Some(_) if found.nested || found.misplaced => Vec::new(),
             Some(container) => {
                 let entry = self.pods.entry(found.uid).or_default();
                 // An id that is used again: the end of its former cgroup was not seen.
@@ -240,6 +240,15 @@ mod tests {
         assert_eq!(registry.made("/kubepods", &nested, 12, 5), []);
         assert_eq!(registry.made("/kubepods", "/other/podx", 13, 2), []);
         assert_eq!(registry.removed("/kubepods", &nested, 12), []);
+        // What is directly in a pod's cgroup and no container is not the pod either: it would take its place.
+        registry.made("/kubepods", POD, 10, 3);
+        registry.made("/kubepods", &container_path(), 11, 4);
+        let before = registry.get(uid()).cloned();
+        for other in [format!("crio-conmon-{}", "cd".repeat(32)), "c0".into(), "init".into()] {
+            assert_eq!(registry.made("/kubepods", &format!("{POD}/{other}"), 14, 4), [], "{other}");
+            assert_eq!(registry.removed("/kubepods", &format!("{POD}/{other}"), 14), [], "{other}");
+        }
+        assert_eq!(registry.get(uid()).cloned(), before);
     }
 
     #[test]

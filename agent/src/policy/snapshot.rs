@@ -8,7 +8,7 @@ use nobypass_common::ids::{COUNTERS, PodKind};
 
 use super::effective::Traffic;
 use super::mode::Choice;
-use crate::mesh::Profiles;
+use crate::mesh::{Profiles, Unsupported};
 use crate::pods::model::PodFacts;
 use crate::pods::{ContainerId, PodUid};
 
@@ -29,8 +29,8 @@ pub struct PodView {
     pub kind: PodKind,
     /// Why.
     pub reason: &'static str,
-    /// Its connections cannot be seen (gVisor, Kata).
-    pub unsupported: bool,
+    /// Its connections cannot be seen (gVisor, Kata), or not be judged.
+    pub unsupported: Option<Unsupported>,
     /// The proxy's container, and its cgroup id once it has one.
     pub proxy: Option<ContainerId>,
     /// See `proxy`; 0 while unknown.
@@ -72,7 +72,7 @@ impl PodView {
             cgroup,
             kind: PodKind::Unknown,
             reason: "not_classified",
-            unsupported: false,
+            unsupported: None,
             proxy: None,
             proxy_cgroup: 0,
             families: [false; 2],

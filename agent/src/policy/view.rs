@@ -47,7 +47,10 @@ pub(super) fn view(
         cgroup,
         kind,
         reason,
-        unsupported: matches!(membership, Membership::Unsupported { .. }),
+        unsupported: match membership {
+            Membership::Unsupported { reason, .. } => Some(*reason),
+            _ => None,
+        },
         proxy,
         proxy_cgroup,
         families: meshed.map_or([false; 2], |meshed| [meshed.families.ipv4, meshed.families.ipv6]),

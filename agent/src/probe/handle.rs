@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{Answer, Failure};
+use super::{Answer, Failure, PacketSockets};
 
 /// What a pod's network answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,12 +36,23 @@ pub enum Request {
 pub struct Handle {
     requests: mpsc::Sender<Request>,
     answers: watch::Receiver<Answers>,
+    packet: watch::Receiver<PacketSockets>,
 }
 
 impl Handle {
-    /// Of the task that reads `requests` and writes `answers`.
-    pub fn new(requests: mpsc::Sender<Request>, answers: watch::Receiver<Answers>) -> Self {
-        Self { requests, answers }
+    /// Of the task that reads `requests` and writes the others.
+    pub fn new(
+        requests: mpsc::Sender<Request>,
+        answers: watch::Receiver<Answers>,
+        packet: watch::Receiver<PacketSockets>,
+    ) -> Self {
+        Self { requests, answers, packet }
+    }
+
+    /// Names of the pod's containers that may open packet sockets, as far as is known.
+    pub fn packet_sockets(&self, cgroup: u64) -> Vec<String> {
+        let of = self.packet.borrow();
+        of.get(&cgroup).into_iter().flatten().map(ToString::to_string).collect()
     }
 
     /// Asks a pod now, given its cgroup id: after a repair, say. Takes some hundred microseconds.

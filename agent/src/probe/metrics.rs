@@ -3,6 +3,7 @@
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
@@ -18,6 +19,15 @@ pub struct ResultLabel {
     pub result: &'static str,
 }
 
+/// Whose pods.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct PodsLabel {
+    /// Their namespace.
+    pub namespace: String,
+    /// Their mesh.
+    pub mesh: String,
+}
+
 /// Counters of probes; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
@@ -25,11 +35,17 @@ pub struct Metrics {
     pub answers: Family<ResultLabel, Counter>,
     /// From a probe's turn until its answers.
     pub duration: Histogram,
+    /// Meshed pods with a process that may open packet sockets.
+    pub packet: Family<PodsLabel, Gauge>,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
-        let metrics = Self { answers: Family::default(), duration: Histogram::new(DURATION) };
+        let metrics = Self {
+            answers: Family::default(),
+            duration: Histogram::new(DURATION),
+            packet: Family::default(),
+        };
         for result in Answer::LABELS {
             drop(metrics.answers.get_or_create(&ResultLabel { result }));
         }
@@ -50,6 +66,11 @@ impl Metrics {
             "Time that the questions to one pod took.",
             Unit::Seconds,
             self.duration.clone(),
+        );
+        registry.register(
+            "packet_socket_pods",
+            "Meshed pods with a process that may open packet sockets (CAP_NET_RAW), whose packets nothing here sees.",
+            self.packet.clone(),
         );
     }
 }

@@ -184,15 +184,14 @@ impl Worker {
     fn preexisting(&mut self, pod: &PodRef, rules: &Rules, abort: &BTreeSet<u64>) -> io::Result<Vec<Socket>> {
         let range = self.inside(pod, ephemeral)?;
         let netlink = self.netlink(pod)?;
-        let (mut established, mut listening) = (Vec::new(), BTreeSet::new());
-        for family in [libc::AF_INET, libc::AF_INET6] {
-            let family = u8::try_from(family).unwrap_or_default();
-            netlink.dump(LIST, &list(family, State::Established), |item| established.extend(socket(item)))?;
-            netlink.dump(LIST, &list(family, State::Listen), |item| {
-                listening.extend(socket(item).map(|socket| socket.local.port()));
-            })?;
+        let mut found = past(netlink, rules, &range)?;
+        if !found.is_empty() {
+            // The kernel lists one socket after the other: of a connection that begins meanwhile it may have passed where the
+            // proxy's end is, and then tell the application's.
+            let again: BTreeSet<u64> =
+                past(netlink, rules, &range)?.iter().map(|socket| socket.cookie).collect();
+            found.retain(|socket| again.contains(&socket.cookie));
         }
-        let found = past_the_proxy(established, &listening, &range, rules);
         let aborted = || found.iter().filter(|old| abort.contains(&old.cookie));
         for old in aborted() {
             match netlink.request(DESTROY, &destroy(old.local, old.remote, old.device, old.cookie)) {
@@ -219,4 +218,17 @@ fn ephemeral() -> RangeInclusive<u16> {
         (Some(first), Some(last)) => first..=last,
         _ => EPHEMERAL,
     }
+}
+
+/// What goes past the proxy at this moment.
+fn past(netlink: &Netlink, rules: &Rules, ephemeral: &RangeInclusive<u16>) -> io::Result<Vec<Socket>> {
+    let (mut established, mut listening) = (Vec::new(), BTreeSet::new());
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        let family = u8::try_from(family).unwrap_or_default();
+        netlink.dump(LIST, &list(family, State::Established), |item| established.extend(socket(item)))?;
+        netlink.dump(LIST, &list(family, State::Listen), |item| {
+            listening.extend(socket(item).map(|socket| socket.local.port()));
+        })?;
+    }
+    Ok(past_the_proxy(established, &listening, ephemeral, rules))
 }

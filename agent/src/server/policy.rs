@@ -96,6 +96,7 @@ pub(super) async fn explain(State(context): State<Arc<Context>>, Query(asked): Q
         profiles: &snapshot.profiles,
         events: tracker.recent.of(view.cgroup),
         lost_hooks: lost.collect(),
+        packet_sockets: context.probe.get().map_or_else(Vec::new, |probe| probe.packet_sockets(view.cgroup)),
     };
     Json(explain::explain(&known, &kernel)).into_response()
 }

@@ -5,6 +5,8 @@ use std::fs;
 /// Capabilities that matter here, with their numbers (`linux/capability.h`).
 pub const CAP_NET_ADMIN: u32 = 12;
 /// See [`CAP_NET_ADMIN`].
+pub const CAP_NET_RAW: u32 = 13;
+/// See [`CAP_NET_ADMIN`].
 pub const CAP_SYS_PTRACE: u32 = 19;
 /// See [`CAP_NET_ADMIN`].
 pub const CAP_SYS_ADMIN: u32 = 21;
@@ -21,6 +23,11 @@ impl Capabilities {
     /// Reads this process's set; empty if /proc cannot be read.
     pub fn current() -> Self {
         Self::parse(&fs::read_to_string("/proc/self/status").unwrap_or_default())
+    }
+
+    /// Another process's set; `None` for one that is gone.
+    pub fn of(pid: u32) -> Option<Self> {
+        fs::read_to_string(format!("/proc/{pid}/status")).ok().as_deref().map(Self::parse)
     }
 
     fn parse(status: &str) -> Self {

@@ -4,6 +4,7 @@ pub mod bpf;
 pub mod caps;
 pub mod clock;
 pub mod file;
+pub mod memory;
 pub mod mount;
 pub mod netlink;
 pub mod netns;

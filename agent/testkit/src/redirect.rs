@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use crate::netns::Netns;
 
@@ -53,6 +53,15 @@ impl Ports {
     }
 }
 
+/// Outgoing connections that a plugin leaves alone because a pod's annotations say so.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Skips {
+    /// Destination ports and ranges (`8000-8010`).
+    pub ports: Vec<String>,
+    /// IPv4 destinations.
+    pub cidrs: Vec<String>,
+}
+
 /// Routing mark and table of the TPROXY variant. The table is the one Istio uses.
 const MARK: u32 = 1;
 const TABLE: u32 = 133;
@@ -71,7 +80,8 @@ pub fn apply_with(ns: &Netns, variant: Variant, ports: Ports) -> Result<()> {
         Variant::IptablesLinkerd => both(ns, &linkerd(ports), &linkerd(ports)),
         Variant::V4Only => iptables(ns, "iptables-restore", &linkerd(ports)),
         Variant::IptablesIstio => {
-            both(ns, &istio(ports, "127.0.0.1/32"), &istio(ports, "::1/128"))?;
+            let none = Skips::default();
+            both(ns, &istio(ports, "127.0.0.1/32", &none), &istio(ports, "::1/128", &none))?;
             // The proxy reaches its own pod from 127.0.0.6 or ::6, which the first rule lets through. All of 127/8 is local
             // anyway; `replace` does not mind an address that is there.
             ns.ip("addr replace ::6/128 dev lo nodad")
@@ -82,6 +92,16 @@ pub fn apply_with(ns: &Netns, variant: Variant, ports: Ports) -> Result<()> {
             routes(ns, "add")
         }
     }
+}
+
+/// Sets the rules of a mesh that redirects IPv4 alone and leaves `skips` alone: the default of Linkerd and of Istio.
+pub fn apply_skipping(ns: &Netns, variant: Variant, ports: Ports, skips: &Skips) -> Result<()> {
+    let rules = match variant {
+        Variant::V4Only => linkerd_skipping(ports, skips),
+        Variant::IptablesIstio => istio(ports, "127.0.0.1/32", skips),
+        other => bail!("{other:?} skips nothing"),
+    };
+    iptables(ns, "iptables-restore", &rules)
 }
 
 /// Removes whatever [`apply_redirect`] has set, and the conntrack entries that would keep old decisions alive.
@@ -109,13 +129,19 @@ fn iptables(ns: &Netns, restore: &str, rules: &str) -> Result<()> {
 /// The rules that linkerd's plugin writes, in its order.
 #[must_use]
 pub fn linkerd(ports: Ports) -> String {
+    linkerd_skipping(ports, &Skips::default())
+}
+
+fn linkerd_skipping(ports: Ports, skips: &Skips) -> String {
     let Ports { uid, outbound, inbound } = ports;
+    let skipped = skipped("PROXY_INIT_OUTPUT", skips);
     format!(
         "*nat\n\
          :PROXY_INIT_OUTPUT - [0:0]\n\
          :PROXY_INIT_REDIRECT - [0:0]\n\
          -A PROXY_INIT_OUTPUT -m owner --uid-owner {uid} -j RETURN\n\
          -A PROXY_INIT_OUTPUT -o lo -j RETURN\n\
+         {skipped}\
          -A PROXY_INIT_OUTPUT -p tcp -j REDIRECT --to-ports {outbound}\n\
          -A OUTPUT -j PROXY_INIT_OUTPUT\n\
          -A PROXY_INIT_REDIRECT -p tcp -m multiport --dports 4190,4191 -j RETURN\n\
@@ -125,8 +151,17 @@ pub fn linkerd(ports: Ports) -> String {
     )
 }
 
+/// The rules that leave `skips` alone.
+fn skipped(chain: &str, skips: &Skips) -> String {
+    let ports = skips.ports.iter().map(|port| {
+        let port = port.replace('-', ":");
+        format!("-A {chain} -p tcp -m multiport --dports {port} -j RETURN\n")
+    });
+    ports.chain(skips.cidrs.iter().map(|cidr| format!("-A {chain} -d {cidr} -j RETURN\n"))).collect()
+}
+
 /// Istio's chains; `local` is the loopback address of the family.
-fn istio(ports: Ports, local: &str) -> String {
+fn istio(ports: Ports, local: &str, skips: &Skips) -> String {
     let Ports { uid, outbound, inbound } = ports;
     let mut rules = format!(
         "*nat\n:ISTIO_OUTPUT - [0:0]\n:ISTIO_REDIRECT - [0:0]\n:ISTIO_INBOUND - [0:0]\n:ISTIO_IN_REDIRECT - [0:0]\n\
@@ -144,7 +179,9 @@ fn istio(ports: Ports, local: &str) -> String {
              -A ISTIO_OUTPUT -m owner --{owner}-owner {uid} -j RETURN\n"
         );
     }
-    let _ = write!(rules, "-A ISTIO_OUTPUT -d {local} -j RETURN\n-A ISTIO_OUTPUT -j ISTIO_REDIRECT\n");
+    let skipped = skipped("ISTIO_OUTPUT", skips);
+    let _ =
+        write!(rules, "-A ISTIO_OUTPUT -d {local} -j RETURN\n{skipped}-A ISTIO_OUTPUT -j ISTIO_REDIRECT\n");
     for port in [15008, 15020, 15021, 15090] {
         let _ = writeln!(rules, "-A ISTIO_INBOUND -p tcp -m tcp --dport {port} -j RETURN");
     }

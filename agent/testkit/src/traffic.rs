@@ -69,7 +69,8 @@ impl Traffic {
         self
     }
 
-    fn command(&self, words: &[&dyn fmt::Display]) -> Result<Command> {
+    /// The command, for who starts it in a way of his own.
+    pub fn command(&self, words: &[&dyn fmt::Display]) -> Result<Command> {
         let mut command = Command::new(bin("traffic")?);
         command.args(words.iter().map(ToString::to_string)).args(&self.options);
         Ok(command)

@@ -12,7 +12,7 @@ use nobypass::pods::source::PodUpdate;
 use nobypass::pods::source::kube::{KubeOptions, KubeSource};
 use nobypass_testkit::servers::Server;
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 const BOUND: Duration = Duration::from_secs(60);
@@ -41,7 +41,7 @@ impl Reader {
         let pods = Api::namespaced_with(client.clone(), &namespace, &resource("Pod"));
         let namespaces = Api::all_with(client.clone(), &resource("Namespace"));
         let wanted = Wanted { keys: ["app", "mesh"].into_iter().collect(), ..Wanted::default() };
-        let options = KubeOptions { patience, ..KubeOptions::new(&node, wanted) };
+        let options = KubeOptions { patience, ..KubeOptions::new(&node, watch::channel(wanted).1) };
         let (source, _) = KubeSource::new(options);
         let (out, updates) = mpsc::channel(16);
         let reader =
@@ -85,6 +85,7 @@ impl Reader {
                 match self.updates.recv().await.expect("the source runs") {
                     PodUpdate::Upsert(pod) => drop(self.known.insert(pod.uid.to_string(), pod)),
                     PodUpdate::Gone(uid) => assert!(self.known.remove(&uid.to_string()).is_some(), "{uid}"),
+                    PodUpdate::Rekeyed(_) => {}
                     PodUpdate::Synced => self.synced = true,
                 }
             }

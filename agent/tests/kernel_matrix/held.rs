@@ -1,6 +1,6 @@
 //! Pods that nobody has classified yet.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use nobypass::detect::verdict::count;
 use nobypass_common::ids::{Counter, Mode, PodKind};
@@ -11,7 +11,7 @@ use nobypass_testkit::traffic::Report;
 use nobypass_testkit::wait;
 
 use crate::scene::{BLOCKED, Expected, HANGING, Node, OWN_PORT, Scene, Seen, exists};
-use crate::support::machine::Machine;
+use crate::support::machine::{Machine, kernel_has};
 
 const HELD: [(Counter, u64); 2] = [(Counter::Unknown, 1), (Counter::Held, 1)];
 
@@ -122,4 +122,48 @@ fn a_held_connection_is_judged_once_when_its_pod_is_classified() {
     }
     let seen = classified_while_held(&node, PodKind::Exempt, "tcp4", 20_000);
     Expected::new(&with(&[(NotJudged, 1)]), &["plain"], 1).check("exempt", &seen);
+}
+
+/// Read off the sockets, so that no machine is too slow for it: a tenth of the second that it takes otherwise, and no shorter
+/// until it is given up.
+#[test]
+fn a_held_syn_is_repeated_soon_and_others_as_ever() {
+    let mut node = holding(60_000);
+    let (held, known) = (unclassified(&node), unclassified(&node));
+    let mut policy = known.policy;
+    let ask = |scene: &Scene, to: IpAddr, mapped: bool, own: Option<u32>| {
+        let mut traffic = scene.app();
+        if mapped {
+            traffic = traffic.flag("mapped");
+        }
+        if let Some(own) = own {
+            traffic = traffic.option("syn-retries", own);
+        }
+        let report = traffic.run(&[&"retries", &to, &8080]).unwrap();
+        (report.count("rto_us"), report.count("retries"))
+    };
+    // Nobody is there: an answer would give the socket another time-out.
+    let (nobody4, nobody6) =
+        (Ipv4Addr::new(10, 66, 250, 250), Ipv6Addr::new(0xfd66, 0, 0, 0, 0, 0, 0, 0xfafa));
+    let everywhere = [(IpAddr::from(nobody4), false), (nobody6.into(), false), (nobody4.into(), true)];
+    for (to, mapped) in everywhere {
+        assert_eq!(ask(&held, to, mapped, None), (100_000, 10), "{to}, mapped: {mapped}");
+    }
+    // What the application set is what it starts from, where a program can ask for it.
+    let own = if kernel_has(6, 1) { 7 } else { 10 };
+    assert_eq!(ask(&held, nobody4.into(), false, Some(3)), (100_000, own));
+    // A connection within the pod is never held.
+    assert_eq!(ask(&held, Ipv4Addr::LOCALHOST.into(), false, None).1, 6);
+    for kind in [PodKind::Exempt, PodKind::Meshed] {
+        policy.kind = kind.code();
+        node.maps.set_policy(known.id, &policy).unwrap();
+        for (to, mapped) in everywhere {
+            let (rto_us, retries) = ask(&known, to, mapped, None);
+            // Enforce aborts the meshed pod's connection, and the time-out with it.
+            assert!(rto_us == 1_000_000 || kind == PodKind::Meshed, "{kind:?} {to}: {rto_us}");
+            assert_eq!(retries, 6, "{kind:?} {to}, mapped: {mapped}");
+        }
+    }
+    node.mode(Mode::Off);
+    assert_eq!(ask(&held, nobody4.into(), false, None).1, 6, "off holds nothing");
 }

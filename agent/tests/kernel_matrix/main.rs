@@ -21,6 +21,7 @@ mod changes;
 mod depths;
 mod exemptions;
 mod held;
+mod inbound;
 mod matrix;
 mod policies;
 mod refusals;

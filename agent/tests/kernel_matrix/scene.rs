@@ -259,6 +259,11 @@ impl Scene {
         self.patience.set(if answered { ANSWERED_MS } else { PATIENCE_MS });
     }
 
+    /// See [`Scene::expect`], ms.
+    pub fn patience(&self) -> u64 {
+        self.patience.get()
+    }
+
     fn traffic(&self, cgroup: &Cgroup) -> Traffic {
         Traffic::new().netns(&self.net.ns).cgroup(cgroup).option("timeout-ms", self.patience.get())
     }

@@ -110,6 +110,33 @@ fn a_config_map_that_changes_reaches_the_next_connection_and_a_bad_one_changes_n
     assert_eq!(agent(&node).metrics().sum("policy_valid", &[]), 1);
 }
 
+/// Where nothing is held, the program that hastens held connections does not cost any connection anything.
+#[test]
+fn the_sock_ops_program_is_attached_only_while_unknown_pods_are_held() {
+    let mut volume = Volume::new(AUDIT);
+    let node = start(&volume.path());
+    let is_attached = || node.machine.programs().contains(&"nb_sock_ops".to_owned());
+    let shown = |agent: &Agent| {
+        let status = agent.status();
+        let hooks = status["hooks"].as_array().unwrap();
+        hooks.iter().find(|hook| hook["hook"] == "sock_ops").map(|hook| hook["effective"] == true)
+    };
+    assert!(!is_attached() && shown(agent(&node)).is_none());
+    for round in 0..2 {
+        volume.set(&format!("{AUDIT}unknownPods: hold\n"));
+        agent(&node).until("the hook", |agent| (shown(agent)? && is_attached()).then_some(()));
+        assert_eq!(agent(&node).metrics().sum("hook_effective", &[("hook", "sock_ops")]), 1, "round {round}");
+        volume.set(AUDIT);
+        agent(&node).until("its end", |agent| (shown(agent).is_none() && !is_attached()).then_some(()));
+    }
+    // What somebody detaches comes again.
+    volume.set(&format!("{AUDIT}unknownPods: hold\n"));
+    agent(&node).until("the hook", |_| is_attached().then_some(()));
+    node.machine.mounts.sh("rm /sys/fs/bpf/nobypass/v*/link_sock_ops_*");
+    agent(&node).line(&["ERROR", "somebody detached programs of ours", "sock_ops"]);
+    agent(&node).until("the hook", |agent| (shown(agent)? && is_attached()).then_some(()));
+}
+
 #[test]
 fn a_file_that_is_written_in_place_is_read_when_it_is_closed() {
     let dir = tempfile::tempdir().unwrap();

@@ -22,4 +22,5 @@ mod scene;
 
 mod file;
 mod pods;
+mod recognition;
 mod series;

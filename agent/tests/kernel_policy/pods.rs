@@ -26,16 +26,16 @@ use tokio::sync::{mpsc, watch};
 use crate::scene::{Expected, Node, Scene};
 
 /// The agent's programs, and a keeper of this process that tells them who the pod is.
-struct Rig {
-    node: Node,
-    scene: Scene,
-    facts: PodFacts,
+pub struct Rig {
+    pub node: Node,
+    pub scene: Scene,
+    pub facts: PodFacts,
     updates: mpsc::Sender<PodUpdate>,
-    snapshots: watch::Receiver<Snapshot>,
-    loader: Loader,
+    pub snapshots: watch::Receiver<Snapshot>,
+    pub loader: Loader,
     told: watch::Sender<PolicyState>,
     home: tempfile::TempDir,
-    _cgroups: CgroupSender,
+    pub cgroups: CgroupSender,
 }
 
 #[derive(clap::Parser)]
@@ -45,7 +45,7 @@ struct Flags {
 }
 
 impl Rig {
-    fn new(policy: &str) -> Self {
+    pub fn new(policy: &str) -> Self {
         let node = Node::new();
         let scene = Scene::new(&node, Qos::Burstable, Variant::None);
         let home = tempfile::tempdir().unwrap();
@@ -66,30 +66,30 @@ impl Rig {
             runtime.block_on(keeper.run(events, pods, refusals)).unwrap();
         });
         let facts = meshed(&scene);
-        let rig = Self { node, scene, facts, updates, snapshots, loader, told, home, _cgroups: cgroups };
+        let rig = Self { node, scene, facts, updates, snapshots, loader, told, home, cgroups };
         rig.tell();
         rig.until(|view, _| view.choice.is_some());
         rig
     }
 
     /// As a source does.
-    fn tell(&self) {
+    pub fn tell(&self) {
         self.updates.blocking_send(PodUpdate::Upsert(Arc::new(self.facts.clone()))).unwrap();
     }
 
     /// As the policy's task does.
-    fn policy(&mut self, text: &str) {
+    pub fn policy(&mut self, text: &str) {
         std::fs::write(self.home.path().join("policy.yaml"), yaml(text)).unwrap();
         assert_eq!(self.loader.look(), Look::Changed, "{text}");
         self.told.send_replace(self.loader.state().clone());
     }
 
-    fn entry(&self) -> PodPolicy {
+    pub fn entry(&self) -> PodPolicy {
         self.node.maps.policy(self.scene.id).unwrap()
     }
 
     /// Waits for what the keeper knows and wrote.
-    fn until(&self, right: impl Fn(&PodView, &PodPolicy) -> bool) -> Arc<PodView> {
+    pub fn until(&self, right: impl Fn(&PodView, &PodPolicy) -> bool) -> Arc<PodView> {
         wait::until("the keeper's decision", wait::HANG, || {
             let view = self.snapshots.borrow().pods.get(&self.scene.id).cloned()?;
             right(&view, &self.entry()).then_some(view)
@@ -98,7 +98,7 @@ impl Rig {
     }
 
     /// The next connection obeys; the node itself is in `audit`.
-    fn obeys(&self, name: &str, mode: Mode) {
+    pub fn obeys(&self, name: &str, mode: Mode) {
         self.until(|view, entry| {
             let choice = view.choice.as_ref().unwrap();
             choice.mode == mode && choice.code() == entry.mode
@@ -111,7 +111,7 @@ fn yaml(text: &str) -> String {
     format!("apiVersion: nobypass.dev/v1alpha1\nmode: audit\n{text}\n")
 }
 
-fn mode_of(value: &str) -> KeyValues {
+pub fn mode_of(value: &str) -> KeyValues {
     [(KEY, value)].into_iter().filter(|(_, value)| !value.is_empty()).collect()
 }
 
@@ -229,7 +229,7 @@ fn while_modes_change_a_flood_is_counted_to_the_unit() {
 }
 
 #[test]
-fn a_newer_word_of_another_writer_is_not_overwritten_by_a_stale_one() {
+fn kubearmor_2123_a_newer_word_of_another_writer_is_not_overwritten_by_a_stale_one() {
     let mut rig = Rig::new("");
     let mut maps = rig.node.machine.maps();
     let entry = rig.entry();

@@ -14,7 +14,7 @@ fn field<const N: usize>(text: &str) -> [u8; N] {
 }
 
 #[test]
-fn series_vanish_with_their_pod_and_no_counter_goes_backwards() {
+fn kube_state_metrics_694_series_vanish_with_their_pod_and_no_counter_goes_backwards() {
     let mut node = Node::new();
     let mut maps = node.machine.maps();
     let scene = node.meshed(Variant::None);

@@ -7,7 +7,7 @@ use nobypass_testkit::apiserver::{ApiServer, Cut, Fault, Pod};
 use crate::harness::{Harness, NODE, parameter, patience, pod};
 
 #[tokio::test]
-async fn five_thousand_pods_elsewhere_cost_nothing() {
+async fn kubewarden_716_five_thousand_pods_elsewhere_cost_nothing() {
     let elsewhere = |n: usize| Pod::new("big", &format!("p{n}")).node(&format!("other{}", n % 100)).build();
     let mut h = Harness::with((0..5_000).map(elsewhere).chain([pod("shop", "web")])).await;
     h.synced().await;
@@ -166,4 +166,32 @@ async fn the_source_ends_when_nobody_listens() {
     h.end();
     let ended = tokio::time::timeout(crate::harness::BOUND, async { while state.changed().await.is_ok() {} });
     assert!(ended.await.is_ok());
+}
+
+#[tokio::test]
+async fn what_is_wanted_from_now_on_comes_with_a_new_listing() {
+    let one = |name: &str| {
+        let pod = Pod::new("shop", name).node(NODE).label("app", name).label("team.io/mesh", "on");
+        pod.annotation("team.io/ports", "80").build()
+    };
+    let mut h = Harness::with([one("a"), one("b")]).await;
+    h.synced().await;
+    h.watching().await;
+    assert_eq!(h.find("a").unwrap().labels.get("team.io/mesh"), None, "nobody asked");
+    h.wants.send_modify(|wanted| wanted.keys.extend(["team.io/*"]));
+    let told = |h: &Harness, name: &str| {
+        let pod = h.find(name)?;
+        Some((pod.labels.get("team.io/mesh")?.to_owned(), pod.annotations.get("team.io/ports")?.to_owned()))
+    };
+    h.until("both pods with what is wanted", |h| ["a", "b"].iter().all(|name| told(h, name).is_some())).await;
+    assert_eq!(told(&h, "b"), Some(("on".into(), "80".into())));
+    assert_eq!((h.rekeyed, h.gone), (1, 0), "nobody was forgotten");
+    // It goes on as before.
+    h.watching().await;
+    h.edit("shop", "a", "x");
+    h.agree().await;
+    // What nobody wants any more is not kept.
+    h.wants.send_modify(|wanted| wanted.keys = ["app", "mode"].into_iter().collect());
+    h.until("the end of the label", |h| told(h, "a").is_none() && told(h, "b").is_none()).await;
+    assert_eq!(h.find("a").unwrap().labels.get("app"), Some("a"));
 }

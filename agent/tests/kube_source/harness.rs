@@ -42,6 +42,9 @@ pub struct Harness {
     pub upserts: usize,
     pub gone: usize,
     pub synced: usize,
+    pub rekeyed: usize,
+    /// What is wanted of pods.
+    pub wants: watch::Sender<Wanted>,
     task: JoinHandle<()>,
 }
 
@@ -52,13 +55,13 @@ impl Harness {
         server.write_kubeconfig(kubeconfig.path()).unwrap();
         let client = nobypass::cluster::connect(Some(kubeconfig.path())).await.unwrap();
         let keys = ["app", "mesh", "mode"].into_iter().collect();
-        let wanted = Wanted { keys, ..Wanted::default() };
-        let options = KubeOptions { patience, ..KubeOptions::new(NODE, wanted) };
+        let wants = watch::Sender::new(Wanted { keys, ..Wanted::default() });
+        let options = KubeOptions { patience, ..KubeOptions::new(NODE, wants.subscribe()) };
         let (source, state) = KubeSource::new(options);
         let (out, updates) = mpsc::channel(16);
         let task = tokio::spawn(source.run(client, out));
         let known = BTreeMap::new();
-        Self { server, state, updates, known, upserts: 0, gone: 0, synced: 0, task }
+        Self { server, state, updates, known, upserts: 0, gone: 0, synced: 0, rekeyed: 0, wants, task }
     }
 
     /// With these pods in the cluster.
@@ -82,6 +85,7 @@ impl Harness {
                 assert!(self.known.remove(&uid.to_string()).is_some(), "{uid} goes and was never there");
             }
             PodUpdate::Synced => self.synced += 1,
+            PodUpdate::Rekeyed(_) => self.rekeyed += 1,
         }
     }
 

@@ -1,7 +1,10 @@
-//! A node's worth of meshed pods: cgroups without processes, and the objects by which an API server knows them.
+//! A node's worth of meshed pods: cgroups with a process each, and the objects by which an API server knows them.
 
 use nobypass_testkit::apiserver::{ApiServer, Pod as Object};
 use nobypass_testkit::cgroup::{Pod, Qos};
+use nobypass_testkit::netns::{PodNet, World, world_with_pod};
+use nobypass_testkit::proc::{self, Proc};
+use nobypass_testkit::redirect::{Variant, apply_redirect};
 
 use super::agent::Agent;
 use super::machine::Machine;
@@ -30,16 +33,40 @@ pub fn object(n: u64) -> serde_json::Value {
     pod.build()
 }
 
-/// The pod's object and its cgroups, with a container of that name.
-pub fn pod(server: &ApiServer, machine: &Machine, n: u64) -> Pod {
-    server.create(object(n)).unwrap();
+/// The network that all of them are in: redirected, as it should be.
+pub fn network() -> (World, PodNet) {
+    let (world, net) = world_with_pod("crowd").unwrap();
+    apply_redirect(&net.ns, Variant::IptablesLinkerd).unwrap();
+    (world, net)
+}
+
+/// A pod of the crowd, and its process.
+pub struct Member {
+    pub pod: Pod,
+    _process: Proc,
+}
+
+/// The pod's object, its cgroups, and a process in its container.
+pub fn member(server: &ApiServer, machine: &Machine, net: &PodNet, n: u64) -> Member {
     let pod = machine.scratch.pod(Qos::Burstable, &uid(n)).unwrap();
-    pod.container(&format!("{n:064x}")).unwrap();
-    pod
+    let container = pod.container(&format!("{n:064x}")).unwrap();
+    let mut command = net.ns.command("sleep").unwrap();
+    command.arg("3600");
+    container.start(&mut command).unwrap();
+    let process = proc::spawn(command).unwrap();
+    server.create(object(n)).unwrap();
+    Member { pod, _process: process }
 }
 
 /// How many pods the agent knows as meshed.
 pub fn meshed(agent: &Agent) -> usize {
     let status = agent.status();
     status["pods"].as_array().map_or(0, |pods| pods.iter().filter(|pod| pod["kind"] == "meshed").count())
+}
+
+/// How many it knows to be redirected.
+pub fn redirected(agent: &Agent) -> usize {
+    let status = agent.status();
+    let pods = status["pods"].as_array();
+    pods.map_or(0, |pods| pods.iter().filter(|pod| pod["v4"]["verdict"] == "redirected").count())
 }

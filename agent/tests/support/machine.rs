@@ -13,8 +13,13 @@ use super::agent::{Agent, BIN, Ended, Launch, run};
 use super::mounts::Mounts;
 
 pub const BPF_DIR: &str = "/sys/fs/bpf/nobypass";
-pub const HOOKS: [AttachType; 4] =
-    [AttachType::Egress, AttachType::Ingress, AttachType::Connect4, AttachType::Connect6];
+pub const HOOKS: [AttachType; 5] = [
+    AttachType::Egress,
+    AttachType::Ingress,
+    AttachType::Connect4,
+    AttachType::Connect6,
+    AttachType::SockOps,
+];
 pub const UID: &str = "2c48913c-b29f-11e7-9350-020968147796";
 
 /// Whether this kernel pins links to tracepoints: since 5.15
@@ -31,7 +36,7 @@ pub fn kernel_has(major: u32, minor: u32) -> bool {
     (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
 }
 
-/// Pins of a complete start with one parent: 18 maps, 4 links to it and 2 to the tracepoints.
+/// Pins of a complete start with one parent that holds nothing: 18 maps, 4 links to it and 2 to the tracepoints.
 pub fn pins() -> usize {
     if pins_tracepoints() { 24 } else { 22 }
 }

@@ -1,5 +1,6 @@
 //! The DaemonSet of deploy/manifests, as a kubelet hands it to the container runtime.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -41,6 +42,8 @@ fn image() -> &'static Path {
 /// The DaemonSet for one node.
 pub struct Manifest {
     pod: Value,
+    /// Settings in place of the manifest's.
+    settings: BTreeMap<String, String>,
     run: PathBuf,
     policy: PathBuf,
     pod_parent: String,
@@ -71,7 +74,15 @@ impl Manifest {
         let text = of_kind("ConfigMap")["data"]["policy.yaml"].as_str().unwrap();
         fs::write(policy.join("policy.yaml"), text).unwrap();
         let pod_parent = format!("/host{}", node.kubepods().display());
-        Self { pod: of_kind("DaemonSet")["spec"]["template"]["spec"].clone(), run, policy, pod_parent }
+        let pod = of_kind("DaemonSet")["spec"]["template"]["spec"].clone();
+        Self { pod, settings: BTreeMap::new(), run, policy, pod_parent }
+    }
+
+    /// Another value for a variable that the manifest sets, as one of the chart's values would give it.
+    pub fn set(&mut self, name: &str, value: &str) {
+        let known = array(&self.container()["env"]).iter().any(|variable| variable["name"] == name);
+        assert!(known, "{name} is no variable of the manifest");
+        self.settings.insert(name.to_owned(), value.to_owned());
     }
 
     fn container(&self) -> &Value {
@@ -116,7 +127,10 @@ impl Manifest {
     fn config(&self, spec: &PodSpec, capabilities: &[String]) -> cri::ContainerConfig {
         let container = self.container();
         let context = &container["securityContext"];
-        assert_eq!(context["seccompProfile"]["type"], "Unconfined");
+        let seccomp = match context["seccompProfile"]["type"].as_str() {
+            Some("RuntimeDefault") => cri::security_profile::ProfileType::RuntimeDefault,
+            other => panic!("{other:?}"),
+        };
         assert_eq!(context["privileged"], Value::Null);
         let all = vec!["ALL".to_owned()];
         let security = cri::LinuxContainerSecurityContext {
@@ -129,6 +143,7 @@ impl Manifest {
             run_as_user: context["runAsUser"].as_i64().map(|value| cri::Int64Value { value }),
             readonly_rootfs: context["readOnlyRootFilesystem"] == true,
             no_new_privs: context["allowPrivilegeEscalation"] == false,
+            seccomp: Some(cri::SecurityProfile { profile_type: seccomp.into(), ..Default::default() }),
             // kubernetes/pkg/securitycontext/util.go
             masked_paths: list(&[
                 "/proc/asound",
@@ -148,6 +163,11 @@ impl Manifest {
             ..Default::default()
         };
         let mut envs: Vec<cri::KeyValue> = array(&container["env"]).iter().map(variable).collect();
+        for variable in &mut envs {
+            if let Some(value) = self.settings.get(&variable.key) {
+                variable.value.clone_from(value);
+            }
+        }
         // Nodes of the kit keep their pods in a cgroup of their own.
         envs.push(cri::KeyValue { key: "NOBYPASS_POD_PARENT".to_owned(), value: self.pod_parent.clone() });
         let image = container["image"].as_str().unwrap().to_owned();
@@ -157,9 +177,24 @@ impl Manifest {
             args: strings(&container["args"]),
             envs,
             mounts: array(&container["volumeMounts"]).iter().map(|mount| self.mount(mount)).collect(),
-            linux: Some(cri::LinuxContainerConfig { security_context: Some(security), ..Default::default() }),
+            linux: Some(cri::LinuxContainerConfig {
+                security_context: Some(security),
+                resources: Some(self.resources()),
+                ..Default::default()
+            }),
             ..Default::default()
         }
+    }
+
+    /// As the kubelet makes them of requests and limits.
+    fn resources(&self) -> cri::LinuxContainerResources {
+        cri::LinuxContainerResources { memory_limit_in_bytes: self.memory("limits"), ..Default::default() }
+    }
+
+    /// `limits` or `requests`, in bytes.
+    pub fn memory(&self, of: &str) -> i64 {
+        let text = self.container()["resources"][of]["memory"].as_str().unwrap();
+        text.strip_suffix("Mi").unwrap().parse::<i64>().unwrap() << 20
     }
 
     fn mount(&self, mount: &Value) -> cri::Mount {

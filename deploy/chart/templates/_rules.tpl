@@ -71,10 +71,10 @@ gate-node:
 {{- end }}
 {{- if eq .Values.cni.mode "install" }}
 plugin:
-  why: The mesh's CNI plugin reads the pod that it sets up, with the agent's token.
+  why: Linkerd's CNI plugin reads the pod that it sets up, its namespace and, for pods of its control plane, the Service `kubernetes`.
   rules:
     - apiGroups: [""]
-      resources: [pods, namespaces, nodes, services]
-      verbs: [get, list, watch]
+      resources: [pods, namespaces, services]
+      verbs: [get]
 {{- end }}
 {{- end -}}

@@ -22,7 +22,7 @@ pub struct GoProgram {
     package: &'static str,
     /// Go variable that holds the program's version, if it does not know that itself.
     version_variable: Option<&'static str>,
-    /// Names a program that the user brings: envtest's convention.
+    /// Names a program that the user brings; `TEST_ASSET_…` is envtest's convention.
     pub variable: Option<&'static str>,
 }
 
@@ -46,7 +46,7 @@ pub static HELM: GoProgram = GoProgram {
     module: "helm",
     package: "helm.sh/helm/v4/cmd/helm",
     version_variable: Some("helm.sh/helm/v4/internal/version.version"),
-    variable: None,
+    variable: Some("NOBYPASS_HELM"),
 };
 
 /// What `go` says about itself, as `go1.26.8`; or why there is none.
@@ -80,7 +80,7 @@ impl GoProgram {
         if let Some(file) = env::var_os(variable) {
             return Some((variable, PathBuf::from(file)));
         }
-        let assets = env::var_os("KUBEBUILDER_ASSETS")?;
+        let assets = env::var_os("KUBEBUILDER_ASSETS").filter(|_| variable.starts_with("TEST_ASSET_"))?;
         Some(("KUBEBUILDER_ASSETS", Path::new(&assets).join(self.name)))
     }
 

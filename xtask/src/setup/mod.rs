@@ -3,6 +3,7 @@
 //! Other commands call [`ensure`] with just what they need.
 
 mod apt;
+mod debian;
 pub mod go;
 mod need;
 pub mod python;
@@ -17,7 +18,9 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result};
 
 pub use apt::PrivateApt;
-pub use need::{BUILD, CLUSTER, DEPLOY, FUZZ, KERNEL, LINT, NODE, Need, VM, names_a_loader, only_names};
+pub use need::{
+    BUILD, CLUSTER, DEPLOY, FUZZ, KERNEL, LINT, NODE, Need, RUNTIMES, VM, names_a_loader, only_names,
+};
 use need::{Row, Source, lookup, select};
 use rust::Rust;
 pub use toolchain::dir as cache_dir;
@@ -81,16 +84,22 @@ pub fn ensure(needs: &[Need]) -> Result<(), Lacking> {
     if lacking.is_empty() { Ok(()) } else { Err(Lacking(lacking)) }
 }
 
-/// A machine without Go is complete without what only Go can build: the tests that need it are skipped. One that is
-/// there to test is not.
+/// A machine without Go is complete without what only Go can build, and one that is not Debian without what only Debian
+/// has: the tests that need it are skipped. One that is there to test is not.
 fn is_optional(row: &Row) -> bool {
-    matches!(row.source, Source::Go(_)) && go::version().is_err() && !in_ci()
+    match row.source {
+        Source::Go(_) => go::version().is_err() && !in_ci(),
+        Source::Debian(_) => !in_ci(),
+        _ => false,
+    }
 }
 
 /// Environment for the tests: where the programs are that were built for them.
 pub fn test_assets() -> Vec<(&'static str, PathBuf)> {
     let asset = |program: &'static go::GoProgram| Some((program.variable?, program.find().ok()?));
-    [&go::ETCD, &go::KUBE_APISERVER].into_iter().filter_map(asset).collect()
+    let kept = |package: &'static debian::DebianPackage| Some((package.variable, package.find().ok()?));
+    let programs = [&go::ETCD, &go::KUBE_APISERVER, &go::HELM].into_iter().filter_map(asset);
+    programs.chain([&debian::CONTAINERD_1_7, &debian::CONTAINERD_2].into_iter().filter_map(kept)).collect()
 }
 
 /// What an installation step said when it failed.
@@ -127,6 +136,10 @@ fn install_missing(needs: &[Need], rust: &Rust) -> Result<Errors> {
             Source::Python(program) => {
                 eprintln!("setup: fetching {} {} from PyPI", program.name, program.version);
                 program.install()
+            }
+            Source::Debian(package) => {
+                eprintln!("setup: unpacking {} from Debian", package.name);
+                package.install()
             }
             // Said below: without Go there is nothing to try.
             Source::Go(_) if go::version().is_err() => continue,

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use super::debian::{self, DebianPackage};
 use super::go::{self, GoProgram};
 use super::python::{self, PythonProgram};
 use super::rust::Rust;
@@ -21,6 +22,8 @@ pub enum Need {
     Cc,
     Cxx,
     Containerd,
+    Containerd17,
+    Containerd2,
     Runc,
     CniPlugins,
     Iptables,
@@ -52,6 +55,8 @@ pub enum Source {
     Python(&'static PythonProgram),
     /// Built here from Go modules, where Go is.
     Go(&'static GoProgram),
+    /// Unpacked beside what is installed, on Debian.
+    Debian(&'static DebianPackage),
 }
 
 /// How to see that it is there, without asking a package manager.
@@ -69,6 +74,7 @@ pub enum Probe {
     BpfLinker,
     Python(&'static PythonProgram),
     Go(&'static GoProgram),
+    Debian(&'static DebianPackage),
 }
 
 #[derive(Debug)]
@@ -151,6 +157,20 @@ pub const TABLE: &[Row] = &[
         Programs(&["containerd", "containerd-shim-runc-v2", "ctr"]),
         Package("containerd"),
     ),
+    row(
+        Need::Containerd17,
+        "containerd-1.7",
+        "a newer container runtime for test nodes",
+        Probe::Debian(&debian::CONTAINERD_1_7),
+        Source::Debian(&debian::CONTAINERD_1_7),
+    ),
+    row(
+        Need::Containerd2,
+        "containerd-2",
+        "a newer container runtime for test nodes",
+        Probe::Debian(&debian::CONTAINERD_2),
+        Source::Debian(&debian::CONTAINERD_2),
+    ),
     row(Need::Runc, "runc", "starts the containers", Programs(&["runc"]), Package("runc")),
     row(
         Need::CniPlugins,
@@ -202,10 +222,12 @@ pub const KERNEL: &[Need] =
     &[Need::UtilLinux, Need::Iproute2, Need::Iptables, Need::Nft, Need::Conntrack, Need::Busybox];
 /// Beside [`BUILD`] and [`KERNEL`]: a container runtime with pods, and who watches them.
 pub const NODE: &[Need] = &[Need::Containerd, Need::Runc, Need::CniPlugins, Need::Prometheus];
+/// Beside [`NODE`], where they can be had: other versions of the container runtime.
+pub const RUNTIMES: &[Need] = &[Need::Containerd17, Need::Containerd2];
 /// What checks `deploy/`.
 pub const DEPLOY: &[Need] = &[Need::Helm, Need::KubernetesValidate, Need::Prometheus];
-/// Beside [`BUILD`]: a real API server.
-pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver];
+/// Beside [`BUILD`]: a real API server, and what renders the chart for it.
+pub const CLUSTER: &[Need] = &[Need::Etcd, Need::KubeApiserver, Need::Helm];
 
 /// Beside [`BUILD`] and [`KERNEL`]: other kernels.
 pub const VM: &[Need] = &[Need::Qemu];
@@ -216,7 +238,7 @@ const COMMANDS: &[(&str, &[&[Need]])] = &[
     ("cargo xtask lint", &[LINT, DEPLOY]),
     ("cargo xtask fuzz", &[FUZZ]),
     ("cargo xtask test --tier kernel", &[KERNEL]),
-    ("cargo xtask test --tier node", &[KERNEL, NODE]),
+    ("cargo xtask test --tier node", &[KERNEL, NODE, RUNTIMES]),
     ("cargo xtask test --tier cluster", &[CLUSTER]),
     ("cargo xtask demo", &[KERNEL, NODE]),
     ("cargo xtask vm", &[KERNEL, VM]),
@@ -249,6 +271,7 @@ impl Row {
             Probe::BpfLinker => toolchain::bpf_linker(rust),
             Probe::Python(program) => program.find(),
             Probe::Go(program) => program.find(),
+            Probe::Debian(package) => package.find(),
         }
     }
 }
@@ -304,7 +327,7 @@ mod tests {
 
     #[test]
     fn each_need_of_a_command_has_its_own_row_and_each_row_a_command() {
-        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, DEPLOY, CLUSTER, VM].concat() {
+        for need in [BUILD, LINT, FUZZ, KERNEL, NODE, RUNTIMES, DEPLOY, CLUSTER, VM].concat() {
             assert_eq!(lookup(need).need, need);
         }
         for row in TABLE {
@@ -325,7 +348,10 @@ mod tests {
         assert_eq!(only(&[]).len(), TABLE.len());
         assert_eq!(only(&["runc", "rust-src"]), [Need::RustSrc, Need::Runc]);
         let tools = [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy];
-        assert_eq!(only(&["tools"]), [&tools[..], &[Need::Helm, Need::KubernetesValidate], CLUSTER].concat());
+        assert_eq!(
+            only(&["tools"]),
+            [&tools[..], RUNTIMES, &[Need::Helm, Need::KubernetesValidate], CLUSTER].concat()
+        );
         assert_eq!(only(&["tools", "packages"]).len(), TABLE.len());
     }
 

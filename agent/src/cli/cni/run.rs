@@ -1,6 +1,7 @@
 //! `nobypass cni run`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -22,7 +23,11 @@ use crate::server::{
     self,
     listen::{ListenError, listen},
 };
+use crate::sys;
 use crate::telemetry::{self, LogFormat};
+
+/// All configs have been looked at by then.
+const STARTED: Duration = Duration::from_secs(3);
 
 /// What the CNI half is told, alone and in the agent.
 #[derive(Debug, clap::Args)]
@@ -40,6 +45,10 @@ pub struct HalfArgs {
     /// Leave single-plugin files (.conf, .json) as they are
     #[arg(long, env = "NOBYPASS_CNI_KEEP_CONF")]
     cni_keep_conf: bool,
+    /// In install mode, put the entry into a file of its own beside the list, which no other writer can lose: libcni's
+    /// drop-in directory. Only with containerd from 2.1 on, which is asked; otherwise the lists carry the entry
+    #[arg(long, env = "NOBYPASS_CNI_DROP_IN")]
+    cni_drop_in: bool,
     /// Directory of the plugin binaries, for install mode [default: /opt/cni/bin, or what CONTAINER_MOUNT_PREFIX and
     /// DEST_CNI_BIN_DIR say]
     #[arg(long, value_name = "DIR", env = "NOBYPASS_CNI_BIN_DIR")]
@@ -79,6 +88,11 @@ impl HalfArgs {
         if self.cni_mode == Mode::Off {
             return Ok(None);
         }
+        if self.cni_drop_in && self.cni_mode != Mode::Install {
+            let message = "--cni-drop-in needs --cni-mode=install: beside a mesh's own installer, which writes its entry into \
+                           the lists, the plugin would run twice";
+            return Err((Exit::Usage, message.to_owned()));
+        }
         let mut contract = contract()?;
         let (dir, host) = self.place.dirs(&contract);
         if let Some(bin_dir) = &self.cni_bin_dir {
@@ -89,11 +103,15 @@ impl HalfArgs {
             contract.template = Some(Template::File(entry.clone()));
         }
         let places = Places { dir: dir.clone(), host: host.clone(), bin_dir: contract.mounted_bin_dir() };
-        let runtime = runtime::Options { endpoint: None, host_root: "/".into(), places };
+        let runtime = runtime::Options { endpoint: None, host_root: "/".into(), drop_in: false, places };
         let mode = mode(self, contract)?;
         let guard = Config {
             host,
-            options: Options { convert: !self.cni_keep_conf, clean_meta: self.cni_mode == Mode::Install },
+            options: Options {
+                convert: !self.cni_keep_conf,
+                clean_meta: self.cni_mode == Mode::Install,
+                drop_in: self.cni_drop_in,
+            },
             runtime: self.cni_runtime.into(),
             ..Config::new(dir)
         };
@@ -119,6 +137,7 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
         let metrics = Metrics::default();
         let context = server::alone(level, settings.desk.clone(), &metrics);
         let refused = |error: ListenError| (error.exit(), error.to_string());
+        tokio::spawn(settle_down());
         // The socket's file goes when this ends.
         let (tcp, unix, _file) = listen(args.metrics_addr, args.socket.as_deref()).await.map_err(refused)?;
         tokio::select! {
@@ -133,6 +152,15 @@ pub fn run(args: &Run) -> Result<Exit, Failure> {
             }
         }
     })
+}
+
+/// Most of what is resident soon after the start are pages that nothing needs again: command line, set-up.
+async fn settle_down() {
+    tokio::time::sleep(STARTED).await;
+    match sys::memory::release_program() {
+        Ok(bytes) => tracing::debug!(bytes, "gave back the program's pages of the start"),
+        Err(error) => tracing::debug!(%error, "cannot give back the program's pages of the start"),
+    }
 }
 
 fn mode(args: &HalfArgs, contract: Contract) -> Result<half::Mode, Failure> {

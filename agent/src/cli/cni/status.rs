@@ -11,6 +11,7 @@ use super::agent::Agent;
 use super::{Failure, Format, RuntimeName, Wanted, Where, Which, contract, list, printable};
 use crate::cli::exit::{Exit, print};
 use crate::cni::discover::{ConfigFile, Delegate, Directory, EntryState, Look, MESH_PLUGINS, Role, discover};
+use crate::cni::drop_in;
 
 /// `nobypass cni status`.
 #[derive(Debug, clap::Args)]
@@ -34,7 +35,8 @@ pub struct Status {
 pub fn run(args: &Status) -> Result<Exit, Failure> {
     let contract = contract()?;
     let (dir, host) = args.place.dirs(&contract);
-    let listed = list(&dir, &host)?;
+    let mut listed = list(&dir, &host)?;
+    drop_in::expand(&dir, &mut listed);
     let wanted = args.which.find(&contract, &listed)?;
     let fallback = args.which.cni_plugin.as_deref().unwrap_or(MESH_PLUGINS[0]);
     let look = wanted.as_ref().map_or(Look::Type(fallback), |wanted| Look::For(&wanted.entry));

@@ -83,9 +83,15 @@ pub fn run(args: &Uninstall) -> Result<Exit, Failure> {
 }
 
 fn as_text(report: &Report) -> String {
-    let Report { cleaned, restored, kept_aside, remaining, removed, failed } = report;
+    let Report { cleaned, given_back, restored, kept_aside, remaining, removed, failed } = report;
     let mut lines = Vec::new();
     lines.extend(cleaned.iter().map(|name| format!("{}: entry removed", name.to_string_lossy())));
+    lines.extend(given_back.iter().map(|name| {
+        format!(
+            "{}: has the entry again that it had before nobypass; kubeconfig and binary stay for it",
+            name.to_string_lossy()
+        )
+    }));
     lines.extend(restored.iter().map(|name| format!("{}: put back", name.to_string_lossy())));
     lines.extend(
         kept_aside
@@ -111,12 +117,13 @@ fn as_text(report: &Report) -> String {
 }
 
 fn as_json(report: &Report) -> serde_json::Value {
-    let Report { cleaned, restored, kept_aside, remaining, removed, failed } = report;
+    let Report { cleaned, given_back, restored, kept_aside, remaining, removed, failed } = report;
     let names =
         |names: &[OsString]| names.iter().map(|name| name.to_string_lossy().into_owned()).collect::<Vec<_>>();
     json!({
         "complete": report.complete(),
         "cleaned": names(cleaned),
+        "givenBack": names(given_back),
         "restored": names(restored),
         "keptAside": names(kept_aside),
         "removed": removed,

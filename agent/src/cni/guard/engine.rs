@@ -83,7 +83,7 @@ impl Engine {
     ) -> Self {
         let now = Instant::now();
         Self {
-            planner: Planner::new(want, config.options),
+            planner: Planner::new(want, config.options, config.remember.clone()),
             watch: Watch::new(&config.dir, report),
             bucket: Bucket::new(config.burst, config.rate, now),
             config,
@@ -146,11 +146,8 @@ impl Engine {
                 self.evaluate(Instant::now());
             }
             Signal::Poke => {
-                if let Some(swapper) = &self.swapper
-                    && let Err(error) = swapper.poke()
-                {
-                    tracing::debug!(%error, "cannot wake the container runtime");
-                }
+                self.planner.poke = true;
+                self.wake();
             }
             Signal::Snapshot(answer) => {
                 // Nobody waits for it any more when this fails.
@@ -159,6 +156,16 @@ impl Engine {
             Signal::Stop => return false,
         }
         true
+    }
+
+    /// Wakes the runtime if it has not noticed something.
+    fn wake(&mut self) {
+        if std::mem::take(&mut self.planner.poke)
+            && let Some(swapper) = &self.swapper
+            && let Err(error) = swapper.poke()
+        {
+            tracing::debug!(%error, "cannot wake the container runtime");
+        }
     }
 
     fn note(&mut self, change: Change, at: Instant) {
@@ -220,6 +227,8 @@ impl Engine {
                 Ok(Some(_lock)) => {
                     self.take_over(&dir);
                     self.pass(now);
+                    self.planner.settle();
+                    self.wake();
                 }
                 Ok(None) => self.not_before = now + LOCKED,
                 Err(error) => {
@@ -239,6 +248,7 @@ impl Engine {
     fn take_over(&mut self, dir: &Arc<OwnedFd>) {
         self.recheck = false;
         if std::mem::take(&mut self.fresh) {
+            self.planner.open(&self.config.dir);
             self.stand(dir);
             self.recover();
         } else {
@@ -259,6 +269,7 @@ impl Engine {
         }
         self.next_look = now + if self.swapper.is_some() { self.config.heartbeat } else { MISSING };
         self.rearm = false;
+        self.planner.look();
         self.recheck = self.superseded_by.is_some();
         let same = self.swapper.as_ref().is_some_and(|swapper| self.watch.is_same(swapper.dir()));
         if same && self.summary.watching == Watching::Watched {
@@ -369,6 +380,7 @@ impl Engine {
                 let was = self.superseded_by.is_some();
                 self.stand(dir);
                 if was && self.superseded_by.is_none() {
+                    self.planner.open(&self.config.dir);
                     tracing::info!("the newer agent is gone; looking after the CNI directory again");
                     self.rescan = true;
                 }

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use serde::Serialize;
 
 use super::super::discover::{self, Directory, Listed, Look, Runtime};
+use super::super::drop_in;
 use super::super::plan::{FileKind, Leave};
 use super::super::refusal::Refusal;
 use super::super::window::Protection;
@@ -158,18 +160,27 @@ impl Files {
     }
 
     /// What new pods get, as far as files can tell, and which file decides.
-    pub fn protection(&mut self, runtime: Runtime, look: Option<Look<'_>>) -> (Protection, Option<OsString>) {
+    /// With a directory, its drop-in files count.
+    pub fn protection(
+        &mut self,
+        runtime: Runtime,
+        look: Option<Look<'_>>,
+        drop_ins: Option<&Path>,
+    ) -> (Protection, Option<OsString>) {
         let active = self.first_loadable(runtime);
         let Some((name, Some(bytes))) = active else { return (Protection::NoNetwork, None) };
         if let Some((known, content, protection)) = &self.evaluated
             && known == name
             && content == bytes
+            && drop_ins.is_none()
         {
             return (*protection, Some(name.clone()));
         }
         let name = name.clone();
         let Some(look) = look else { return (Protection::Unprotected, Some(name)) };
-        let alone = Listed { name: name.clone(), content: Ok(bytes.clone()) };
+        let kind = FileKind::of(&name).unwrap_or(FileKind::Conflist);
+        let loaded = drop_ins.map_or_else(|| bytes.clone(), |dir| drop_in::effective(dir, kind, bytes));
+        let alone = Listed { name: name.clone(), content: Ok(loaded) };
         let found = discover::discover(std::slice::from_ref(&alone), runtime, look);
         if found.active().is_none() {
             return (Protection::NoNetwork, None);

@@ -20,6 +20,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::discover::Runtime;
 use super::entry::WantedEntry;
+use super::memory::Remember;
 use super::metrics::Metrics;
 use super::plan::Options;
 use super::swap::{GRACE, Seam};
@@ -59,6 +60,8 @@ pub struct Config {
     pub burst: u32,
     /// Writes a second in the long run.
     pub rate: u32,
+    /// What is still known after a restart.
+    pub remember: Remember,
     /// For tests.
     pub seam: Option<Arc<dyn Seam>>,
 }
@@ -79,6 +82,7 @@ impl Config {
             grace: GRACE,
             burst: 500,
             rate: 50,
+            remember: Remember::Nothing,
             seam: None,
         }
     }

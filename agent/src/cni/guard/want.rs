@@ -1,9 +1,14 @@
 //! Which entry every config is to carry, and how a config's bytes become a plan.
 
-use std::collections::VecDeque;
+mod learned;
 
+use std::collections::VecDeque;
+use std::path::Path;
+
+use super::super::drop_in;
 use super::super::edit;
 use super::super::entry::{Place, WantedEntry};
+use super::super::memory::{Memory, Remember, State};
 use super::super::plan::{self, FileKind, Leave, Options, Plan, Remove};
 use super::super::refusal::Refusal;
 use super::super::swap::hash;
@@ -43,11 +48,22 @@ pub(super) struct Planner {
     own: VecDeque<u64>,
     /// Another entry is wanted now, so all configs must be looked at again.
     pub changed: bool,
+    remember: Remember,
+    /// What is known from before a restart.
+    memory: Option<Memory>,
+    /// A drop-in file changed, which no runtime notices.
+    pub poke: bool,
+    /// The learned entry's way from one run to the next, and its end.
+    life: learned::Life,
 }
 
 impl Planner {
-    pub fn new(want: Want, options: Options) -> Self {
+    pub fn new(want: Want, options: Options, remember: Remember) -> Self {
         Self {
+            remember,
+            memory: None,
+            poke: false,
+            life: learned::Life::default(),
             want,
             options,
             learned: None,
@@ -80,19 +96,42 @@ impl Planner {
         }
     }
 
+    /// Reads what is remembered of a directory that was just opened.
+    pub fn open(&mut self, dir: &Path) {
+        self.memory = (!matches!(self.remember, Remember::Nothing)).then(|| Memory::open(dir));
+        self.life = learned::Life::default();
+    }
+
     pub fn plan(&mut self, kind: FileKind, bytes: &[u8]) -> Plan {
         let plan = match &self.want {
             Want::Entry(wanted) => plan::plan(kind, bytes, wanted, self.options),
-            Want::Withdraw(entry) => plan::unplan(kind, bytes, Remove::Exactly(entry)),
+            Want::Withdraw(entry) => match &self.memory {
+                Some(memory) => plan::give_back(kind, bytes, entry, &memory.state().replaced),
+                None => plan::unplan(kind, bytes, Remove::Exactly(entry)),
+            },
             Want::Learn { plugins, place } => {
                 let found = learn(kind, bytes, plugins, *place);
+                let bare = found.is_none();
                 self.adopt(found, bytes);
-                match &self.learned {
-                    Some(wanted) => plan::plan(kind, bytes, wanted, self.options),
-                    None => unlearned(kind, bytes),
+                match (&self.learned, self.life.gone()) {
+                    (Some(wanted), _) => {
+                        let plan = plan::plan(kind, bytes, wanted, self.options);
+                        if bare && matches!(plan, Plan::Write(_)) {
+                            self.life.put_back();
+                        }
+                        plan
+                    }
+                    (None, Some(gone)) => match plan::unplan(kind, bytes, Remove::Exactly(gone)) {
+                        Plan::Leave(Leave::Satisfied) => Plan::Refuse(Refusal::NoEntry),
+                        plan => plan,
+                    },
+                    (None, None) => unlearned(kind, bytes),
                 }
             }
         };
+        if let Err(refusal) = self.before(&plan, kind, bytes) {
+            return Plan::Refuse(refusal);
+        }
         match plan {
             Plan::Write(_) | Plan::Convert(_) if self.superseded => Plan::Refuse(Refusal::Superseded),
             Plan::Write(bytes) => {
@@ -106,12 +145,51 @@ impl Planner {
         }
     }
 
+    /// What has to be on disk before a plan is carried out. A runtime reads drop-in files only when it loads the list, so
+    /// the exchange of the list makes both count at once.
+    fn before(&mut self, plan: &Plan, kind: FileKind, bytes: &[u8]) -> Result<(), Refusal> {
+        if self.superseded
+            || !matches!(plan, Plan::Write(_) | Plan::Convert(_) | Plan::Leave(Leave::Satisfied))
+        {
+            return Ok(());
+        }
+        if matches!(plan, Plan::Write(_)) {
+            self.keep_replaced(kind, bytes)?;
+        }
+        let (Remember::Replaced, Some(memory)) = (&self.remember, &mut self.memory) else { return Ok(()) };
+        let Some(network) = plan::network(kind, bytes) else { return Ok(()) };
+        if memory.state().drop_in != self.options.drop_in {
+            let next = State { drop_in: self.options.drop_in, ..memory.state().clone() };
+            memory.set(next).map_err(|error| Refusal::from(&error))?;
+        }
+        self.poke |= match &self.want {
+            Want::Entry(wanted) if self.options.drop_in => drop_in::place(memory.dir(), &network, wanted)?,
+            _ => drop_in::withdraw(memory.dir(), &network)?,
+        };
+        Ok(())
+    }
+
+    /// Before an entry of another writer is replaced, it is on disk: it comes back when this agent is uninstalled.
+    fn keep_replaced(&mut self, kind: FileKind, bytes: &[u8]) -> Result<(), Refusal> {
+        let (Want::Entry(wanted), Remember::Replaced, Some(memory)) =
+            (&self.want, &self.remember, &mut self.memory)
+        else {
+            return Ok(());
+        };
+        let Some((network, found)) = plan::entries(kind, bytes, wanted.plugin()) else { return Ok(()) };
+        match memory.state().with(&network, &found, wanted) {
+            Some(next) => memory.set(next).map_err(|error| Refusal::from(&error)),
+            None => Ok(()),
+        }
+    }
+
     fn adopt(&mut self, found: Option<WantedEntry>, from: &[u8]) {
         let Some(found) = found else { return };
         let news = match &self.learned {
-            None => true,
+            None => !self.life.gone().is_some_and(|gone| edit::same(gone.text(), found.text())),
             Some(known) => {
-                self.news && !edit::same(known.text(), found.text()) && !self.own.contains(&hash(from))
+                let other = !edit::same(known.text(), found.text()) && !self.own.contains(&hash(from));
+                other && (self.news || self.is_older(known))
             }
         };
         if news {
@@ -154,7 +232,7 @@ mod tests {
 
     fn learner() -> Planner {
         let plugins = vec!["linkerd-cni".to_owned(), "istio-cni".to_owned()];
-        Planner::new(Want::Learn { plugins, place: Place::Last }, Options::default())
+        Planner::new(Want::Learn { plugins, place: Place::Last }, Options::default(), Remember::Nothing)
     }
 
     fn is_write(plan: &Plan) -> bool {

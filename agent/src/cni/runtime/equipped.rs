@@ -22,6 +22,13 @@ pub fn problem(wanted: &WantedEntry, places: &Places) -> Option<String> {
     binary(&places.bin_dir, wanted.plugin()).or_else(|| kubeconfig(wanted, places))
 }
 
+/// True when something that the entry needs is seen to be there and nothing is seen to be missing: its mesh is installed.
+pub fn is_installed(wanted: &WantedEntry, places: &Places) -> bool {
+    let seen = places.bin_dir.join(wanted.plugin()).is_file()
+        || kubeconfig_path(wanted, places).is_some_and(|path| path.is_file());
+    seen && problem(wanted, places).is_none()
+}
+
 fn binary(dir: &Path, plugin: &str) -> Option<String> {
     if !dir.is_dir() {
         return None; // not mounted
@@ -39,13 +46,18 @@ fn binary(dir: &Path, plugin: &str) -> Option<String> {
     }
 }
 
-fn kubeconfig(wanted: &WantedEntry, places: &Places) -> Option<String> {
+/// Where the kubeconfig that the entry names is seen from here; `None` when it names none, or one elsewhere.
+fn kubeconfig_path(wanted: &WantedEntry, places: &Places) -> Option<PathBuf> {
     let entry: serde_json::Value = serde_json::from_str(wanted.text()).ok()?;
     // linkerd-cni and istio-cni; consul-cni gives a name in the CNI directory.
     let path = entry.pointer("/kubernetes/kubeconfig").or_else(|| entry.get("kubeconfig"))?.as_str()?;
     let path = Path::new(path);
     let inside = if path.is_absolute() { path.strip_prefix(&places.host).ok()? } else { path };
-    let seen = places.dir.join(inside);
+    Some(places.dir.join(inside))
+}
+
+fn kubeconfig(wanted: &WantedEntry, places: &Places) -> Option<String> {
+    let seen = kubeconfig_path(wanted, places)?;
     match fs::File::open(&seen).and_then(|file| file.metadata()) {
         Ok(found) if found.is_file() && found.len() > 0 => None,
         Ok(_) => Some(format!("the plugin's kubeconfig {} is empty or no file", seen.display())),

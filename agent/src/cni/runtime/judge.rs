@@ -32,6 +32,8 @@ pub struct Expected<'a> {
     pub content: &'a Bytes,
     /// The mesh's entry.
     pub wanted: &'a WantedEntry,
+    /// It is in a drop-in file.
+    pub drop_in: bool,
 }
 
 /// Judges one answer.
@@ -48,6 +50,14 @@ pub fn judge(answer: &Answer, expected: Expected<'_>) -> Verdict {
     let own = network.plugins.iter().filter(|plugin| *plugin == expected.wanted.plugin()).count();
     if own > 1 {
         return Verdict::Doubled;
+    }
+    if expected.drop_in {
+        // Last, as its file is; what a meta-plugin delegates to is not the runtime's.
+        let last = network.plugins.last().is_some_and(|plugin| plugin == expected.wanted.plugin());
+        return match same(network, expected.content) {
+            _ if !last => Verdict::Lags,
+            current => Verdict::Loaded { current },
+        };
     }
     if same(network, expected.content) {
         return Verdict::Loaded { current: true };
@@ -107,7 +117,24 @@ mod tests {
     fn verdict(answer: &Answer, content: &str) -> Verdict {
         let wanted = WantedEntry::from_text(r#"{"type":"linkerd-cni","a":1}"#, Place::Last).unwrap();
         let content = Bytes::copy_from_slice(content.as_bytes());
-        judge(answer, Expected { content: &content, wanted: &wanted })
+        judge(answer, Expected { content: &content, wanted: &wanted, drop_in: false })
+    }
+
+    #[test]
+    fn an_entry_in_a_drop_in_file_counts_when_the_runtime_runs_it() {
+        let wanted = WantedEntry::from_text(r#"{"type":"linkerd-cni","a":1}"#, Place::Last).unwrap();
+        for (source, plugins, expected) in [
+            (BARE, &["calico", "linkerd-cni"][..], Verdict::Loaded { current: true }),
+            (OLDER, &["calico", "linkerd-cni"], Verdict::Loaded { current: false }),
+            // A runtime that does not know such files, or has not read this one yet.
+            (BARE, &["calico"], Verdict::Lags),
+            (BARE, &["linkerd-cni", "calico"], Verdict::Lags),
+            (GOOD, &["calico", "linkerd-cni", "linkerd-cni"], Verdict::Doubled),
+        ] {
+            let content = Bytes::from_static(BARE.as_bytes());
+            let expect = Expected { content: &content, wanted: &wanted, drop_in: true };
+            assert_eq!(judge(&answer(source, plugins), expect), expected, "{source} {plugins:?}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 use super::*;
 use crate::detect::evidence::Evidence;
+use crate::mesh::Unsupported;
 use crate::pods::{ContainerId, PodUid};
 use crate::probe::Answer;
 
@@ -80,12 +81,20 @@ fn a_sandbox_that_becomes_known_keeps_what_is_its_own() {
 #[test]
 fn what_cannot_be_seen_is_unsupported_and_what_is_not_judged_unknown() {
     let mut view = PodView::clone(&pod(UID, "a"));
-    view.unsupported = true;
+    view.unsupported = Some(Unsupported::VirtualMachine);
     let mut state = PodState::new(Arc::new(view.clone()), 0, 0);
     state.count(&counted(5 * S, 5 * S));
     state.evaluate(6 * S);
     assert_eq!(state.verdicts(), [PodVerdict::Unsupported; 2], "never redirected");
-    (view.unsupported, view.kind) = (false, PodKind::Exempt);
+    assert_eq!(state.families[0].reason, Some(Reason::ForeignKernel));
+    view.unsupported = Some(Unsupported::GroupRules);
+    state.renew(Arc::new(view.clone()), 0, 6 * S);
+    state.evaluate(6 * S);
+    assert_eq!(
+        (state.families[0].verdict, state.families[0].reason),
+        (PodVerdict::Unsupported, Some(Reason::GroupRules))
+    );
+    (view.unsupported, view.kind) = (None, PodKind::Exempt);
     state.renew(Arc::new(view), 0, 7 * S);
     state.evaluate(8 * S);
     assert_eq!(state.verdicts(), [PodVerdict::Unknown; 2]);

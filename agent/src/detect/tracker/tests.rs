@@ -12,18 +12,33 @@ fn report(direction: &str, container: &str, dst: &str, reason: &str) -> Report {
     Report { at_ns: 7, ..serde_json::from_value(json).unwrap() }
 }
 
-/// A profile whose validator connects to this address and exits with 95.
-fn profile() -> Profile {
-    let mut profile = Profiles::built_in().named("linkerd").unwrap().clone();
-    profile.validator.addresses = vec!["1.1.1.1:20001".parse().unwrap()];
-    profile.validator.exit_code = Some(95);
-    profile.containers.validator = vec!["linkerd-network-validator".into()];
-    profile
+/// A pod of Linkerd's whose validator exited so, each time it was tried, and has these arguments.
+fn pod(codes: &[Option<i32>], args: &[&str]) -> PodView {
+    let uid = PodUid::parse("2c48913c-b29f-11e7-9350-020968147796").unwrap();
+    let mut facts = PodFacts::new(uid, "shop", "cart");
+    facts.annotations = [("linkerd.io/proxy-version", "edge-26.8.1")].into_iter().collect();
+    facts.containers = codes
+        .iter()
+        .enumerate()
+        .map(|(n, code)| {
+            let mut container = Container::new("linkerd-network-validator");
+            (container.exit_code, container.state) = (*code, State::Exited);
+            container.created_at = i64::try_from(n).unwrap() + 1;
+            container.args = args.iter().map(|arg| (*arg).into()).collect();
+            container
+        })
+        .collect();
+    facts.containers.push(Container { exit_code: Some(95), ..Container::new("app") });
+    PodView { families: [true, true], facts: Some(Arc::new(facts)), ..PodView::unknown(uid, 10) }
+}
+
+fn meshed(pod: &PodView) -> Box<Meshed> {
+    meshed_of(pod, &Profiles::built_in()).unwrap()
 }
 
 #[test]
 fn events_are_signs() {
-    let profile = profile();
+    let meshed = meshed(&pod(&[None], &[]));
     let bypass = |family, reason| Evidence::Bypass { family, reason, at: 7 };
     let canary = |family| Evidence::Canary { family, at: 7 };
     let plain = vec![bypass(Family::V4, Reason::NotRedirected)];
@@ -39,15 +54,13 @@ fn events_are_signs() {
         ("outbound", "app", "1.1.1.1:20001", "not_redirected", plain.clone()),
         ("outbound", "linkerd-network-validator", "1.1.1.1:443", "not_redirected", plain),
     ] {
-        let found = signs(&report(direction, container, dst, reason), Some(&profile));
+        let found = signs(&report(direction, container, dst, reason), Some(&meshed));
         assert_eq!(found, expected, "{direction} {container} {dst} {reason}");
     }
 }
 
 #[test]
 fn the_validators_exit_code_is_a_sign_where_it_speaks_of_the_redirection() {
-    let profile = profile();
-    let uid = PodUid::parse("2c48913c-b29f-11e7-9350-020968147796").unwrap();
     for (codes, expected) in [
         (&[Some(0)][..], Some(0)),
         (&[Some(95)], Some(95)),
@@ -57,24 +70,26 @@ fn the_validators_exit_code_is_a_sign_where_it_speaks_of_the_redirection() {
         // The latest try counts.
         (&[Some(95), Some(0)], Some(0)),
     ] {
-        let mut facts = PodFacts::new(uid, "shop", "cart");
-        facts.containers = codes
-            .iter()
-            .enumerate()
-            .map(|(n, code)| {
-                let mut container = Container::new("linkerd-network-validator");
-                (container.exit_code, container.state) = (*code, State::Exited);
-                container.created_at = i64::try_from(n).unwrap() + 1;
-                container
-            })
-            .collect();
-        facts.containers.push(Container { exit_code: Some(95), ..Container::new("app") });
-        let view =
-            PodView { families: [true, true], facts: Some(Arc::new(facts)), ..PodView::unknown(uid, 10) };
-        let code = validator(&view, &profile).map(|sign| match sign {
+        let view = pod(codes, &[]);
+        let code = validator(&view, &meshed(&view)).map(|sign| match sign {
             Evidence::Validator { family: Family::V4, exit_code, .. } => exit_code,
             other => panic!("{other:?}"),
         });
         assert_eq!(code, expected, "{codes:?}");
     }
+}
+
+/// An operator may have it connect elsewhere, even to the real API server.
+#[test]
+fn a_validators_own_address_is_the_canary() {
+    let canary = Evidence::Canary { family: Family::V4, at: 7 };
+    let at = |args: &[&str], container: &str, dst: &str| {
+        let report = report("outbound", container, dst, "not_redirected");
+        signs(&report, Some(&meshed(&pod(&[None], args)))).contains(&canary)
+    };
+    let own = ["--connect-addr", "10.96.0.1:443"];
+    assert!(at(&own, "linkerd-network-validator", "10.96.0.1:443"));
+    assert!(!at(&own, "app", "10.96.0.1:443"), "the application's own business");
+    assert!(!at(&own, "linkerd-network-validator", "1.1.1.1:20001"));
+    assert!(at(&[], "linkerd-network-validator", "1.1.1.1:20001"));
 }

@@ -81,7 +81,7 @@ impl Known {
             match update {
                 PodUpdate::Upsert(pod) => drop(self.pods.insert(pod.cgroup_uid(), pod)),
                 PodUpdate::Gone(uid) => assert!(self.pods.remove(&uid).is_some(), "{uid} was never told"),
-                PodUpdate::Synced => {}
+                PodUpdate::Rekeyed(_) | PodUpdate::Synced => {}
             }
         }
         assert_eq!(self.join.len(), self.pods.len(), "what is forgotten is told, and the reverse");
@@ -299,6 +299,28 @@ fn an_edited_annotation_is_shown_and_does_not_exempt() {
     let ready = |ready, pod: PodFacts| ip(PodFacts { ready_to_start: Some(ready), ..pod });
     known.api(ready(true, edited.clone())).api(ready(false, edited.clone())).api(ready(true, edited));
     assert_eq!(known.pod(uid(1)).annotations.get("skip"), Some("1-65535"));
+}
+
+/// A policy may ask for annotations that nobody kept. What they say then is what they said at the start, as far as
+/// anybody knows; what was known and edited stays edited.
+#[test]
+fn annotations_that_are_kept_from_now_on_are_no_edits() {
+    let mut known = Known::new();
+    let with = |pairs: &[(&str, &str)]| {
+        let mut pod = api(uid(1), "cart");
+        (pod.annotations, pod.ready_to_start) = (values(pairs), Some(true));
+        pod
+    };
+    known.api(with(&[("old", "1")])).api(with(&[("old", "2")]));
+    assert_eq!(known.pod(uid(1)).annotations, values(&[("old", "1")]));
+    let kept: Arc<Keys> = Arc::new(["old"].into_iter().collect());
+    known.hear(Origin::Api, PodUpdate::Rekeyed(kept));
+    known.api(with(&[("old", "2"), ("new", "a")]));
+    assert_eq!(known.pod(uid(1)).annotations, values(&[("new", "a"), ("old", "1")]));
+    known.api(with(&[("old", "2"), ("new", "b")]));
+    let pod = known.pod(uid(1));
+    assert_eq!(pod.annotations, values(&[("new", "a"), ("old", "1")]), "from now on it is an edit");
+    assert_eq!(pod.current_annotations(), &values(&[("new", "b"), ("old", "2")]));
 }
 
 #[test]

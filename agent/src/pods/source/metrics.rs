@@ -152,8 +152,8 @@ mod tests {
 
     #[test]
     fn every_source_in_use_is_exported() {
-        let (_cri, cri) = CriSource::new(CriOptions::new(Wanted::default()));
-        let (_kube, kube) = KubeSource::new(KubeOptions::new("n1", Wanted::default()));
+        let (_cri, cri) = CriSource::new(CriOptions::new(watch::channel(Wanted::default()).1));
+        let (_kube, kube) = KubeSource::new(KubeOptions::new("n1", watch::channel(Wanted::default()).1));
         let mut registry = Registry::with_prefix("nobypass");
         registry.register_collector(Box::new(States { cri: Some(cri.clone()), kube: Some(kube) }));
         let mut text = String::new();

@@ -6,7 +6,12 @@ pub mod metrics;
 
 use std::sync::Arc;
 
-use super::{ContainerId, PodUid, model::PodFacts};
+use tokio::sync::watch;
+
+use super::{
+    ContainerId, PodUid,
+    model::{Keys, PodFacts, Wanted},
+};
 use crate::cgroup::{model::CgroupEventKind, path::PodCgroup};
 
 /// What a source says. A pod that did not change is not mentioned again.
@@ -16,8 +21,18 @@ pub enum PodUpdate {
     Upsert(Arc<PodFacts>),
     /// A pod is no more. Never sent only because the source cannot be reached.
     Gone(PodUid),
+    /// From here on other labels and annotations are kept than these. Only a source that cannot tell annotations of former
+    /// times says so.
+    Rekeyed(Arc<Keys>),
     /// All that exists has been sent; once for each time that the source was (re)connected.
     Synced,
+}
+
+/// Waits until other facts are wanted; for ever once nobody can want any.
+async fn other_wanted(wanted: &mut watch::Receiver<Wanted>) {
+    if wanted.changed().await.is_err() {
+        std::future::pending().await
+    }
 }
 
 /// A hint that something changed, so that a source looks at once and not at its next round.

@@ -66,7 +66,7 @@ fn precedence() {
         ("mode: enforce\nfailOpenNamespaces: []", None, "", "", "kube-system", ("enforce", Node)),
         ("mode: enforce\nfailOpenNamespaces: ['sh*']", None, "", "", "shop", ("audit", Node)),
     ] {
-        let choice = choose(&pod(namespace, annotation, label), &policy(text, hand), false);
+        let choice = choose(&pod(namespace, annotation, label), &policy(text, hand), None);
         let name = format!("{text:?} {hand:?} {annotation:?} {label:?} {namespace}: {choice:?}");
         assert_eq!((choice.mode.label(), choice.level), expected, "{name}");
         assert!(choice.own.is_none() || choice.own == Some(choice.mode), "{name}");
@@ -81,7 +81,7 @@ fn precedence() {
 #[test]
 fn everybody_who_said_something_is_named() {
     let text = "mode: enforce\nnamespaces: [{names: [shop], mode: audit}]";
-    let choice = choose(&pod("shop", "off", "enforce"), &policy(text, None), false);
+    let choice = choose(&pod("shop", "off", "enforce"), &policy(text, None), None);
     let said: Vec<(Level, &str, Fate)> =
         choice.said.iter().map(|said| (said.level, &*said.value, said.fate)).collect();
     assert_eq!(
@@ -94,7 +94,7 @@ fn everybody_who_said_something_is_named() {
         ]
     );
     assert_eq!(choice.refused().map(|said| &*said.value), Some("off"));
-    let long = choose(&pod("shop", &"x".repeat(1000), ""), &policy("", None), false);
+    let long = choose(&pod("shop", &"x".repeat(1000), ""), &policy("", None), None);
     assert_eq!((long.said[0].fate, long.said[0].value.len()), (Fate::Invalid, 32));
 }
 
@@ -102,19 +102,20 @@ fn everybody_who_said_something_is_named() {
 fn an_edit_of_a_running_pod_counts() {
     let mut facts = pod("shop", "", "");
     facts.edited_annotations = Some([(KEY, "enforce")].into_iter().collect());
-    assert_eq!(choose(&facts, &policy("", None), false).mode, Mode::Enforce);
+    assert_eq!(choose(&facts, &policy("", None), None).mode, Mode::Enforce);
     facts.annotations = [(KEY, "enforce")].into_iter().collect();
     facts.edited_annotations = Some(KeyValues::default());
-    assert_eq!(choose(&facts, &policy("", None), false).mode, Mode::Audit);
+    assert_eq!(choose(&facts, &policy("", None), None).mode, Mode::Audit);
 }
 
 #[test]
-fn enforce_that_cannot_be_is_said_to_be_less() {
+fn tetragon_4997_enforce_that_cannot_be_is_said_to_be_less() {
     let policy = policy("mode: enforce", None);
     for (namespace, unsupported, downgrade) in [
-        ("shop", false, None),
-        ("shop", true, Some(Downgrade::UnsupportedRuntime)),
-        ("kube-system", false, Some(Downgrade::FailOpenNamespace)),
+        ("shop", None, None),
+        ("shop", Some(Unsupported::VirtualMachine), Some(Downgrade::UnsupportedRuntime)),
+        ("shop", Some(Unsupported::GroupRules), Some(Downgrade::GroupRules)),
+        ("kube-system", None, Some(Downgrade::FailOpenNamespace)),
     ] {
         let choice = choose(&pod(namespace, "", ""), &policy, unsupported);
         assert_eq!(choice.downgrade, downgrade, "{namespace}");
@@ -128,9 +129,9 @@ fn without_the_api_server_a_rule_by_label_matches_nothing() {
     let policy = policy("namespaces: [{matchLabels: {team: a}, mode: enforce}]", None);
     let mut facts = pod("shop", "", "");
     facts.namespace_labels = None;
-    assert_eq!(choose(&facts, &policy, false).mode, Mode::Audit);
+    assert_eq!(choose(&facts, &policy, None).mode, Mode::Audit);
     facts.namespace_labels = Some([("team", "a")].into_iter().collect());
-    assert_eq!(choose(&facts, &policy, false).mode, Mode::Enforce);
+    assert_eq!(choose(&facts, &policy, None).mode, Mode::Enforce);
     facts.namespace_labels = Some([("team", "b")].into_iter().collect());
-    assert_eq!(choose(&facts, &policy, false).mode, Mode::Audit);
+    assert_eq!(choose(&facts, &policy, None).mode, Mode::Audit);
 }

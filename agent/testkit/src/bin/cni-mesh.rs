@@ -1,7 +1,9 @@
 //! A chained CNI plugin that does what linkerd's does: redirect rules in the pod's network namespace on ADD.
 //!
 //! It reads linkerd-cni's own configuration (`linkerd.{incoming-proxy-port,outgoing-proxy-port,proxy-uid}`). It asks no API
-//! server, so it redirects every pod outside kube-system. For tests, `testkit.log` names a file that gets one line a call,
+//! server, so it redirects every pod outside kube-system. Where its entry has the capability
+//! `io.kubernetes.cri.pod-annotations`, it reads the pod's annotations: it leaves alone what they name, and does for a pod of
+//! Istio's what Istio's plugin does. For tests, `testkit.log` names a file that gets one line a call,
 //! `testkit.delay-ms` makes it slow, and `testkit.fail` makes ADD fail with that text.
 
 #![expect(clippy::print_stdout, reason = "the protocol's answer goes to standard output")]
@@ -11,7 +13,8 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use nobypass_testkit::{netns::Netns, redirect, wait};
+use nobypass_testkit::redirect::{self, Skips, Variant};
+use nobypass_testkit::{netns::Netns, wait};
 use serde_json::{Value, json};
 
 /// Versions of the CNI specification spoken; nothing here depends on the version.
@@ -51,7 +54,21 @@ fn run() -> Result<String> {
     if argument("K8S_POD_NAMESPACE").as_deref() != Some("kube-system") {
         let path = variable("CNI_NETNS")?;
         let ns = Netns::from_file(&path, File::open(&path).with_context(|| format!("cannot open {path}"))?);
-        redirect::apply_with(&ns, redirect::Variant::V4Only, ports(&config))?;
+        let annotations = &config["runtimeConfig"]["io.kubernetes.cri.pod-annotations"];
+        let list = |key: &str| {
+            let text = annotations[key].as_str().unwrap_or_default();
+            text.split(',').filter(|item| !item.is_empty()).map(str::to_owned).collect()
+        };
+        if annotations["sidecar.istio.io/status"].is_string() {
+            let skips = Skips {
+                ports: list("traffic.sidecar.istio.io/excludeOutboundPorts"),
+                cidrs: list("traffic.sidecar.istio.io/excludeOutboundIPRanges"),
+            };
+            redirect::apply_skipping(&ns, Variant::IptablesIstio, redirect::Ports::ISTIO, &skips)?;
+        } else {
+            let skips = Skips { ports: list("config.linkerd.io/skip-outbound-ports"), ..Skips::default() };
+            redirect::apply_skipping(&ns, Variant::V4Only, ports(&config), &skips)?;
+        }
     }
     Ok(config["prevResult"].to_string())
 }

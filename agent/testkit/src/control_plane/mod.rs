@@ -4,6 +4,7 @@
 //! envtest's convention: `TEST_ASSET_ETCD` and `TEST_ASSET_KUBE_APISERVER`, else those in `KUBEBUILDER_ASSETS`.
 //! `cargo xtask test --tier cluster` builds them and says where they are.
 
+mod audit;
 mod pki;
 mod request;
 
@@ -21,6 +22,7 @@ use tempfile::TempDir;
 use crate::port::Port;
 use crate::proc::{self, Proc};
 use crate::wait;
+pub use audit::Asked;
 use pki::{Authority, Signed};
 use request::Https;
 
@@ -32,6 +34,7 @@ pub struct ControlPlane {
     // Processes come before their directory: fields are dropped in this order.
     processes: Mutex<[Process; 2]>,
     program: PathBuf,
+    flags: Vec<String>,
     files: Files,
     authority: Authority,
     admin: Https,
@@ -75,16 +78,22 @@ impl ControlPlane {
 
     /// Starts etcd and kube-apiserver and waits until both are ready.
     pub fn start() -> Result<Self> {
+        Self::start_with(&[])
+    }
+
+    /// The same, with more flags for kube-apiserver.
+    pub fn start_with(flags: &[&str]) -> Result<Self> {
         let etcd = program("etcd", "TEST_ASSET_ETCD")?;
         let apiserver = program("kube-apiserver", "TEST_ASSET_KUBE_APISERVER")?;
         let dir = tempfile::Builder::new().prefix("nobypass-cluster-").tempdir()?;
         let ports = [Port::reserve()?, Port::reserve()?, Port::reserve()?];
+        let flags: Vec<String> = flags.iter().map(ToString::to_string).collect();
         let authority = Authority::new()?;
         let admin = authority.client("admin", Some("system:masters"))?;
         let files = Files::write(dir.path(), &authority)?;
         let processes = [
             Process::start(etcd_command(&etcd, dir.path(), &ports), &files.etcd_log)?,
-            Process::start(apiserver_command(&apiserver, &files, &ports), &files.apiserver_log)?,
+            Process::start(apiserver_command(&apiserver, &files, &ports, &flags), &files.apiserver_log)?,
         ];
         let [_, _, secure] = &ports;
         let plane = Self {
@@ -92,6 +101,7 @@ impl ControlPlane {
             url: format!("https://{}", secure.address()),
             processes: Mutex::new(processes),
             program: apiserver,
+            flags,
             files,
             authority,
             ports,
@@ -104,7 +114,7 @@ impl ControlPlane {
     /// Ends kube-apiserver, and starts it anew on the same port: its cache is empty then, so that watches of older
     /// resource versions have expired.
     pub fn restart_apiserver(&self) -> Result<()> {
-        let command = apiserver_command(&self.program, &self.files, &self.ports);
+        let command = apiserver_command(&self.program, &self.files, &self.ports, &self.flags);
         {
             let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
             let [_, apiserver] = &mut *processes;
@@ -213,6 +223,12 @@ impl ControlPlane {
         .to_string()
     }
 
+    /// What a service account has asked for so far, as the API server noted it.
+    pub fn asked_by(&self, namespace: &str, account: &str) -> Result<Vec<Asked>> {
+        let user = format!("system:serviceaccount:{namespace}:{account}");
+        audit::read(&self.files.audit_log, &user)
+    }
+
     /// Creates an object as admin: POST to `path`.
     pub fn create(&self, path: &str, object: &Value) -> Result<Value> {
         self.admin.post(path, object)
@@ -248,6 +264,8 @@ struct Files {
     key: PathBuf,
     token_key: PathBuf,
     token_public: PathBuf,
+    audit_policy: PathBuf,
+    audit_log: PathBuf,
     etcd_log: PathBuf,
     apiserver_log: PathBuf,
 }
@@ -260,17 +278,21 @@ impl Files {
             key: dir.join("server.key"),
             token_key: dir.join("tokens.key"),
             token_public: dir.join("tokens.pub"),
+            audit_policy: dir.join("audit.json"),
+            audit_log: dir.join("audit.log"),
             etcd_log: dir.join("etcd.log"),
             apiserver_log: dir.join("kube-apiserver.log"),
         };
         let server = authority.server()?;
         let (token_key, token_public) = pki::token_key()?;
+        let audit = audit::policy();
         for (path, text) in [
             (&files.authority, &authority.certificate),
             (&files.certificate, &server.certificate),
             (&files.key, &server.key),
             (&files.token_key, &token_key),
             (&files.token_public, &token_public),
+            (&files.audit_policy, &audit),
         ] {
             fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
         }
@@ -295,7 +317,12 @@ fn etcd_command(program: &Path, dir: &Path, ports: &[Port; 3]) -> Command {
     command
 }
 
-fn apiserver_command(program: &Path, files: &Files, [etcd, _, port]: &[Port; 3]) -> Command {
+fn apiserver_command(
+    program: &Path,
+    files: &Files,
+    [etcd, _, port]: &[Port; 3],
+    flags: &[String],
+) -> Command {
     let mut command = Command::new(program);
     for (flag, path) in [
         ("--client-ca-file", &files.authority),
@@ -303,6 +330,8 @@ fn apiserver_command(program: &Path, files: &Files, [etcd, _, port]: &[Port; 3])
         ("--tls-private-key-file", &files.key),
         ("--service-account-signing-key-file", &files.token_key),
         ("--service-account-key-file", &files.token_public),
+        ("--audit-policy-file", &files.audit_policy),
+        ("--audit-log-path", &files.audit_log),
     ] {
         command.arg(flag).arg(path);
     }
@@ -319,6 +348,9 @@ fn apiserver_command(program: &Path, files: &Files, [etcd, _, port]: &[Port; 3])
         "--disable-admission-plugins=ServiceAccount",
         "--allow-privileged=true",
         "--profiling=false",
+        // An answer comes after its line.
+        "--audit-log-mode=blocking",
     ]);
+    command.args(flags);
     command
 }

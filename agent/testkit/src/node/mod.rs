@@ -12,6 +12,7 @@
 //! removes everything when the [`Node`] is dropped, and also when the test is killed.
 
 mod config;
+mod containerd;
 mod cri;
 mod pod;
 
@@ -24,6 +25,7 @@ use anyhow::{Context, Result, bail, ensure};
 use k8s_cri::v1 as api;
 use serde_json::Value;
 
+pub use containerd::Containerd;
 pub use cri::Cri;
 pub use pod::{ContainerSpec, ExecOutput, Pod, PodSpec};
 

@@ -244,6 +244,8 @@ async fn patches(s: &mut Script, pods: &str) {
     .await;
     s.patch("another uid", &path, MERGE, &json!({ "metadata": { "uid": "other", "labels": { "v": "1" } } }))
         .await;
+    let labelled = json!({ "metadata": { "uid": "other", "labels": { "v": "1" } } });
+    s.patch("a label by the status, of another uid", &status, MERGE, &labelled).await;
     s.patch("an unknown type", &path, "application/json", &json!({})).await;
     s.patch(
         "only tried",
@@ -305,6 +307,32 @@ async fn nodes(s: &mut Script, given: &Given) {
     s.patch("another", &status, STRATEGIC, &ready).await;
     s.patch("the first again", &status, STRATEGIC, &condition("True")).await;
     s.patch("a taint by the status is ignored", &status, STRATEGIC, &taints(&["z"])).await;
+    let gone =
+        json!({ "status": { "conditions": [{ "type": "nobypass.dev/MeshCNIReady", "$patch": "delete" }] } });
+    s.patch("one condition away, and no other", &status, STRATEGIC, &gone).await;
+    s.patch("it is away already", &status, STRATEGIC, &gone).await;
+    s.patch(
+        "the label away",
+        &path,
+        MERGE,
+        &json!({ "metadata": { "labels": { "nobypass.dev/mesh-cni": null } } }),
+    )
+    .await;
+    s.patch("merge: two taints", &path, MERGE, &taints(&["a", "b"])).await;
+    let whole = |tested: &[&str], left: &[&str]| {
+        json!([
+            { "op": "test", "path": "/spec/taints", "value": taints(tested)["spec"]["taints"] },
+            { "op": "replace", "path": "/spec/taints", "value": taints(left)["spec"]["taints"] },
+        ])
+    };
+    s.patch("json: the list was another one", &path, JSON_PATCH, &whole(&["a"], &[])).await;
+    s.patch("json: one of two away", &path, JSON_PATCH, &whole(&["a", "b"], &["b"])).await;
+    s.patch("json: the last one away, as a list", &path, JSON_PATCH, &whole(&["b"], &[])).await;
+    let versioned = json!([
+        { "op": "test", "path": "/metadata/resourceVersion", "value": "1" },
+        { "op": "add", "path": "/spec/taints", "value": taints(&["z"])["spec"]["taints"] },
+    ]);
+    s.patch("json: the version was another one", &path, JSON_PATCH, &versioned).await;
     s.get("by name", &format!("/api/v1/nodes?fieldSelector=metadata.name%3D{}", given.node)).await;
     s.get("by a field that it does not have", "/api/v1/nodes?fieldSelector=spec.nodeName%3Dx").await;
 }

@@ -15,7 +15,10 @@ impl Engine {
     pub(super) fn evaluate(&mut self, now: Instant) {
         let look = self.planner.wanted().map(Look::For);
         let (files, active) = match self.swapper {
-            Some(_) => self.files.protection(self.config.runtime, look),
+            Some(_) => {
+                let dir = self.config.options.drop_in.then_some(&*self.config.dir);
+                self.files.protection(self.config.runtime, look, dir)
+            }
             None => (Protection::NoNetwork, None),
         };
         let content = active.as_ref().and_then(|name| self.files.bytes(name)).cloned();

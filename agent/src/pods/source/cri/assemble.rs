@@ -172,15 +172,16 @@ fn state(state: i32) -> State {
     }
 }
 
-/// What is still to be asked about `pod`: its sandbox, and those containers whose names are among `names`.
-pub(super) fn open_details(pod: &PodFacts, names: &Keys) -> Vec<Detail> {
+/// What is still to be asked about `pod`: its sandbox, and those containers whose names are among `names`; of those in
+/// `stale` everything anew.
+pub(super) fn open_details(pod: &PodFacts, names: &Keys, stale: &HashSet<ContainerId>) -> Vec<Detail> {
     let sandbox = pod.sandbox.as_ref().filter(|sandbox| sandbox.host_network.is_none());
     let sandbox = sandbox.map(|sandbox| Detail::Sandbox(sandbox.id));
     let containers = pod.containers.iter().filter_map(|container| {
         let id = container.id?;
         names.keeps(&container.name).then_some(())?;
         let exited = container.state == State::Exited && container.exit_code.is_none();
-        match (container.user, exited) {
+        match (container.user.filter(|_| !stale.contains(&id)), exited) {
             (None, _) => Some(Detail::Container(id)),
             (Some(_), true) => Some(Detail::Exit(id)),
             (Some(_), false) => None,

@@ -17,6 +17,7 @@ pub(crate) mod sandbox;
 mod tests;
 
 use std::{
+    collections::HashSet,
     path::PathBuf,
     time::{Duration, SystemTime},
 };
@@ -33,9 +34,9 @@ use self::{
     expect::Expectations,
     round::Ended,
 };
-use super::{Nudge, PodUpdate};
+use super::{Nudge, PodUpdate, other_wanted};
 use crate::backoff::Backoff;
-use crate::pods::model::Wanted;
+use crate::pods::{ContainerId, model::Wanted};
 
 /// The first pause between two tries to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -48,7 +49,7 @@ pub struct CriOptions {
     /// Where the host's file system is seen; the usual sockets are looked for below it.
     pub host_root: PathBuf,
     /// The facts to keep.
-    pub wanted: Wanted,
+    pub wanted: watch::Receiver<Wanted>,
     /// Time between two regular rounds, give or take a fifth.
     pub resync: Duration,
     /// Least time from one round to the next one for a hint: a burst of hints is collected for so long.
@@ -64,7 +65,7 @@ pub struct CriOptions {
 impl CriOptions {
     /// The defaults, keeping `wanted`.
     #[must_use]
-    pub fn new(wanted: Wanted) -> Self {
+    pub fn new(wanted: watch::Receiver<Wanted>) -> Self {
         Self {
             endpoint: None,
             host_root: "/".into(),
@@ -144,6 +145,8 @@ pub struct CriSource {
     known: Known,
     expected: Expectations,
     failed: round::Failed,
+    /// Containers whose details were asked for when others were wanted.
+    stale: HashSet<ContainerId>,
     backoff: Backoff,
 }
 
@@ -165,6 +168,7 @@ impl CriSource {
             known: Known::new(),
             expected: Expectations::default(),
             failed: round::Failed::default(),
+            stale: HashSet::new(),
             backoff,
         };
         (source, receiver)
@@ -239,6 +243,11 @@ impl CriSource {
             tokio::select! {
                 () = tokio::time::sleep_until(next) => return Woken::Time,
                 () = out.closed() => return Woken::Closed,
+                () = other_wanted(&mut self.options.wanted) => {
+                    let of_known = self.known.values().flat_map(|pod| &pod.containers);
+                    self.stale = of_known.filter_map(|container| container.id).collect();
+                    next = next.min(hinted.unwrap_or(next));
+                }
                 Some(nudge) = nudges.recv() => {
                     self.expected.hint(nudge, Instant::now());
                     next = next.min(hinted.unwrap_or(next));

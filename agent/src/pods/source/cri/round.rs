@@ -18,7 +18,7 @@ use super::{
 };
 use crate::pods::{
     ContainerId, PodUid,
-    model::{Keys, PodFacts},
+    model::{Keys, PodFacts, Wanted},
 };
 
 /// So many details are asked for at a time.
@@ -92,7 +92,8 @@ impl CriSource {
         let started = Instant::now();
         let sandboxes = runtime.sandboxes().await?;
         let containers = runtime.containers().await?;
-        let all = assemble(&sandboxes, &containers, &self.known, &self.options.wanted.keys);
+        let Wanted { keys, containers: names, env } = self.options.wanted.borrow().clone();
+        let all = assemble(&sandboxes, &containers, &self.known, &keys);
         drop((sandboxes, containers));
         for id in &all.orphans {
             self.expected.add(Expected::Container(*id), started);
@@ -106,7 +107,7 @@ impl CriSource {
         let mut details = Vec::new();
         let mut all_wanted = HashSet::new();
         for (uid, pod) in all.pods {
-            let mut wanted = open_details(&pod, &self.options.wanted.containers);
+            let mut wanted = open_details(&pod, &names, &self.stale);
             all_wanted.extend(wanted.iter().map(|detail| detail.id()));
             wanted.retain(|detail| self.failed.is_due(detail.id(), started));
             if wanted.is_empty() {
@@ -117,7 +118,8 @@ impl CriSource {
             }
         }
         self.failed.keep(&all_wanted);
-        self.add_details(runtime, &mut open, details, started).await?;
+        self.stale.retain(|id| all_wanted.contains(id));
+        self.add_details(runtime, &mut open, details, &env, started).await?;
         for pod in open.into_values() {
             self.upsert(pod, out).await?;
         }
@@ -146,7 +148,7 @@ impl CriSource {
         match update {
             PodUpdate::Upsert(pod) => drop(self.known.insert(pod.uid, pod)),
             PodUpdate::Gone(uid) => drop(self.known.remove(&uid)),
-            PodUpdate::Synced => {}
+            PodUpdate::Rekeyed(_) | PodUpdate::Synced => {}
         }
         Ok(())
     }
@@ -157,6 +159,7 @@ impl CriSource {
         runtime: &Runtime,
         pods: &mut HashMap<PodUid, PodFacts>,
         details: Vec<(PodUid, Detail)>,
+        env: &Keys,
         now: Instant,
     ) -> Result<(), CriError> {
         let mut asked = JoinSet::new();
@@ -178,8 +181,9 @@ impl CriSource {
             match answer {
                 Ok(answer) => {
                     self.failed.0.remove(&detail.id());
+                    self.stale.remove(&detail.id());
                     if let Some(pod) = pods.get_mut(&uid)
-                        && !add(pod, detail, &answer, &self.options.wanted.env)
+                        && !add(pod, detail, &answer, env)
                     {
                         self.details_failed(detail, now);
                     }

@@ -28,6 +28,7 @@ struct Harness {
     nudges: mpsc::Sender<Nudge>,
     updates: mpsc::Receiver<PodUpdate>,
     state: watch::Receiver<CriState>,
+    wants: watch::Sender<Wanted>,
     task: JoinHandle<()>,
     _dir: tempfile::TempDir,
 }
@@ -38,11 +39,12 @@ impl Harness {
         let socket = dir.path().join("cri.sock");
         let mut fake = Fake::start(&socket);
         prepare(&mut fake);
-        let mut options = CriOptions::new(Wanted {
+        let wants = watch::Sender::new(Wanted {
             keys: ["linkerd.io/*"].into_iter().collect(),
             containers: ["linkerd-proxy", "linkerd-init"].into_iter().collect(),
             ..Wanted::default()
         });
+        let mut options = CriOptions::new(wants.subscribe());
         options.endpoint = Some(socket);
         // No regular round helps a test by chance.
         options.resync = Duration::from_secs(3600);
@@ -52,7 +54,7 @@ impl Harness {
         let (nudges, nudged) = mpsc::channel(64);
         let (out, updates) = mpsc::channel(1024);
         let task = tokio::spawn(source.run(nudged, out));
-        Self { fake, nudges, updates, state, task, _dir: dir }
+        Self { fake, nudges, updates, state, wants, task, _dir: dir }
     }
 
     fn plain() -> Self {
@@ -77,6 +79,7 @@ impl Harness {
             match self.next().await {
                 PodUpdate::Upsert(pod) => drop(pods.insert(pod.name.to_string(), (*pod).clone())),
                 PodUpdate::Gone(uid) => panic!("unexpected end of {uid}"),
+                PodUpdate::Rekeyed(_) => panic!("the runtime keeps annotations as they were"),
                 PodUpdate::Synced => return pods,
             }
         }
@@ -193,6 +196,29 @@ async fn an_ended_init_container_is_noticed_with_its_exit_code() {
     assert_eq!((init.state, init.exit_code, init.pid), (State::Exited, Some(3), None));
 }
 
+/// The answers that are there may lack what is wanted now.
+#[tokio::test]
+async fn what_is_wanted_from_now_on_is_asked_about_again() {
+    let prepare = |fake: &mut Fake| {
+        fake.node().add_sandbox(1, 1);
+        fake.node().add_container(11, 1, "linkerd-proxy");
+        fake.node().add_container(12, 1, "app");
+    };
+    let mut h = Harness::start(prepare, |_| {});
+    let before = h.synced().await.remove("pod-1").expect("the pod");
+    assert_eq!((before.labels.get("app"), before.containers[1].user), (None, None), "not asked about");
+    h.wants.send_modify(|wanted| {
+        wanted.keys.extend(["app"]);
+        wanted.containers.extend(["app"]);
+    });
+    let after = h.upsert().await;
+    assert_eq!((after.labels.get("app"), after.containers[1].user), (Some("web"), before.containers[0].user));
+    assert_eq!(after.containers[0], before.containers[0], "what is known stays");
+    assert_eq!(h.fake.node().calls["ContainerStatus"], 3, "one at first, then both");
+    h.silent_round().await;
+    assert_eq!(h.fake.node().calls["ContainerStatus"], 3, "and not again");
+}
+
 #[tokio::test]
 async fn a_removed_pod_is_gone() {
     let mut h = Harness::start(|fake| fake.node().add_sandbox(1, 1), |_| {});
@@ -282,6 +308,7 @@ async fn a_restarted_runtime() {
         match h.next().await {
             PodUpdate::Gone(uid) => gone.push(uid),
             PodUpdate::Upsert(pod) => new.push(pod.uid),
+            PodUpdate::Rekeyed(_) => panic!("the runtime keeps annotations as they were"),
             PodUpdate::Synced => break,
         }
     }
@@ -351,8 +378,10 @@ async fn a_runtime_without_cri_is_an_error_that_says_so() {
 #[tokio::test]
 async fn without_any_socket_the_error_names_the_places_and_the_flag() {
     let dir = tempfile::tempdir().expect("tempdir");
-    let (source, mut state) =
-        CriSource::new(CriOptions { host_root: dir.path().into(), ..CriOptions::new(Wanted::default()) });
+    let (source, mut state) = CriSource::new(CriOptions {
+        host_root: dir.path().into(),
+        ..CriOptions::new(watch::channel(Wanted::default()).1)
+    });
     let (_nudges, nudged) = mpsc::channel(1);
     let (out, updates) = mpsc::channel(1);
     let task = tokio::spawn(source.run(nudged, out));

@@ -60,6 +60,11 @@ impl Book {
         }
     }
 
+    /// Keeps other facts from now on; gives the ones that it kept so far. Everything is to be listed anew then.
+    pub(super) fn want(&mut self, wanted: Wanted) -> Wanted {
+        std::mem::replace(&mut self.wanted, wanted)
+    }
+
     pub(super) fn pods(&self) -> usize {
         self.pods.len()
     }

@@ -108,7 +108,11 @@ fn show_meshed(pod: &PodFacts, meshed: &Meshed, profiles: &Profiles) -> String {
         let addresses = list(&meshed.validator_addresses);
         text += &if addresses.is_empty() { String::new() } else { format!("canary: {addresses}\n") };
     }
-    text += if meshed.validator_refuses(pod) { "validator: not redirected\n" } else { "" };
+    text += if meshed.validator_said(pod).is_some_and(|(code, _)| code != 0) {
+        "validator: not redirected\n"
+    } else {
+        ""
+    };
     let roles: Vec<_> = meshed.roles.iter().map(|(name, role)| format!("{name}={}", role.as_str())).collect();
     let _ = writeln!(text, "roles: {}", roles.join(" "));
     for problem in &meshed.problems {

@@ -10,6 +10,7 @@ mod facts;
 mod manifests;
 mod object;
 
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use kube::Client;
@@ -18,7 +19,7 @@ use tokio::time::Instant;
 
 use self::book::Book;
 use self::object::{Namespace, Pod};
-use super::PodUpdate;
+use super::{PodUpdate, other_wanted};
 use crate::cluster::error::RequestError;
 use crate::cluster::watch::{Change, Collection, Patience, follow};
 use crate::pods::model::Wanted;
@@ -31,8 +32,8 @@ const QUEUE: usize = 64;
 pub struct KubeOptions {
     /// The node's name.
     pub node: Box<str>,
-    /// The facts to keep.
-    pub wanted: Wanted,
+    /// The facts to keep, which may change.
+    pub wanted: watch::Receiver<Wanted>,
     /// How patient the watches are.
     pub patience: Patience,
 }
@@ -40,7 +41,7 @@ pub struct KubeOptions {
 impl KubeOptions {
     /// The defaults, for the pods of `node`, keeping `wanted`.
     #[must_use]
-    pub fn new(node: &str, wanted: Wanted) -> Self {
+    pub fn new(node: &str, wanted: watch::Receiver<Wanted>) -> Self {
         Self { node: node.into(), wanted, patience: Patience::default() }
     }
 }
@@ -111,35 +112,49 @@ impl KubeSource {
     #[must_use]
     pub fn new(options: KubeOptions) -> (Self, watch::Receiver<KubeState>) {
         let (state, receiver) = watch::channel(KubeState::new());
-        let book = Book::new(&options.node, options.wanted.clone());
+        let book = Book::new(&options.node, options.wanted.borrow().clone());
         (Self { options, state, book, failing: [false; 2] }, receiver)
     }
 
     /// Sends what the server knows to `out` and keeps it up to date, whatever happens to the server. Ends only when
     /// nobody takes the updates any more.
     pub async fn run(mut self, client: Client, out: mpsc::Sender<PodUpdate>) {
+        while self.follow(&client, &out).await {
+            tracing::info!("other labels or annotations are wanted: pods and namespaces are listed anew");
+            let before = self.book.want(self.options.wanted.borrow_and_update().clone());
+            if out.send(PodUpdate::Rekeyed(Arc::new(before.keys))).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Until other facts are wanted: true, or nobody takes the updates any more.
+    async fn follow(&mut self, client: &Client, out: &mpsc::Sender<PodUpdate>) -> bool {
         let (pods, mut pod_changes) = mpsc::channel(QUEUE);
         let (namespaces, mut namespace_changes) = mpsc::channel(QUEUE);
-        let patience = &self.options.patience;
+        let patience = self.options.patience.clone();
         let follow_pods = follow::<Pod>(client.clone(), pods_of(&self.options.node), patience.clone(), pods);
-        let follow_namespaces = follow::<Namespace>(client, all_namespaces(), patience.clone(), namespaces);
+        let follow_namespaces = follow::<Namespace>(client.clone(), all_namespaces(), patience, namespaces);
+        let mut wanted = self.options.wanted.clone();
         let keep = async {
             loop {
                 let updates = tokio::select! {
                     Some(change) = pod_changes.recv() => self.pod(change),
                     Some(change) = namespace_changes.recv() => self.namespace(change),
-                    () = out.closed() => return,
+                    () = out.closed() => return false,
+                    // Only here, so that nothing is noted in the book and not sent.
+                    () = other_wanted(&mut wanted) => return true,
                 };
                 for update in updates {
                     if out.send(update).await.is_err() {
-                        return;
+                        return false;
                     }
                 }
             }
         };
         tokio::select! {
-            () = keep => {}
-            ((), ()) = async { tokio::join!(follow_pods, follow_namespaces) } => {}
+            goes_on = keep => goes_on,
+            ((), ()) = async { tokio::join!(follow_pods, follow_namespaces) } => false,
         }
     }
 

@@ -13,6 +13,7 @@ use crate::sys::{self, Address};
 pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     let total: usize = o.nth(3)?.ok_or("how many?")?;
     let limit = o.timeout(2000)?;
+    let pause = Duration::from_millis(o.number("interval-ms")?.unwrap_or(0));
     let mapped = o.flag("mapped");
     let target = match target.ip() {
         IpAddr::V4(v4) if mapped => SocketAddr::new(v4.to_ipv6_mapped().into(), target.port()),
@@ -21,12 +22,16 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
     let mut took = Vec::with_capacity(total);
     let cpu = sys::cpu_time();
+    let (mut succeeded, mut failed_again) = (false, 0_u64);
     for _ in 0..total {
+        std::thread::sleep(pause);
         let start = Instant::now();
         let end = match connect(target, o.flag("nonblock"), limit) {
             Ok(()) => "ok".to_owned(),
             Err(error) => errno_name(&error),
         };
+        succeeded |= end == "ok";
+        failed_again += u64::from(succeeded && end != "ok");
         took.push(start.elapsed().as_micros());
         *ends.entry(end).or_default() += 1;
     }
@@ -38,6 +43,8 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     };
     Ok(Line::new("again")
         .counts("ends", &ends)
+        // After the first that did not fail.
+        .raw("failed_again", failed_again)
         .raw("first_us", first)
         .raw("p50_us", at(50))
         .raw("p99_us", at(99))

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_int;
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _, pipe};
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,9 @@ use crate::sys::{self, Address};
 
 /// Exit code of a child whose SYN was not answered in time; other codes are errnos, 0 is a connection.
 const UNANSWERED: c_int = 250;
+
+/// A pipe has room for so many times of eight bytes: 64 KiB (pipe(7)).
+const TIMED: u64 = 8192;
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
@@ -34,6 +37,8 @@ struct Plan {
     limit: Duration,
     /// First part of the pod UIDs of this run.
     prefix: String,
+    /// Where children tell how long they took, unless there are too many.
+    time: Option<PipeWriter>,
 }
 
 #[derive(Default)]
@@ -51,26 +56,45 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
         other => return Err(format!("--enter procs or clone3, not {other}")),
     };
     let random = fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(|e| e.to_string())?;
+    let prefix = o.text("prefix").or(random.get(..24)).ok_or("short UUID")?;
+    let (times, time) = pipe().map_err(|error| error.to_string())?;
+    let count = o.number("count")?.unwrap_or(1);
     let plan = Plan {
         parent: o.required("parent")?.into(),
         target,
         clone3,
         uid: o.number("uid")?,
         limit: o.timeout(250)?,
-        prefix: random.get(..24).ok_or("short UUID")?.to_owned(),
+        prefix: prefix.to_owned(),
+        time: (count <= TIMED).then_some(time),
     };
-    let (count, parallel) =
-        (o.number("count")?.unwrap_or(1), o.number("parallel")?.unwrap_or(128_usize).max(1));
+    let parallel = o.number("parallel")?.unwrap_or(128_usize).max(1);
     sys::on_signals(stop);
     let start = Instant::now();
     let counts = plan.carry_out(count, parallel).map_err(|error| format!("first-packet: {error}"))?;
+    drop(plan);
+    let took = established(times).map_err(|error| format!("first-packet: {error}"))?;
+    let at =
+        |part: usize| took.get((took.len() * part / 100).min(took.len().saturating_sub(1))).unwrap_or(&0);
     Ok(Line::new("first-packet")
         .raw("tried", counts.tried)
         .raw("established", counts.established)
         .raw("unanswered", counts.unanswered)
         .counts("errors", &counts.errors)
+        .raw("p50_us", at(50))
+        .raw("p99_us", at(99))
+        .raw("max_us", at(100))
         .raw("total_us", start.elapsed().as_micros())
         .end())
+}
+
+/// How long the connections took that were established, µs, sorted.
+fn established(mut times: PipeReader) -> io::Result<Vec<u64>> {
+    let mut bytes = Vec::new();
+    times.read_to_end(&mut bytes)?;
+    let mut took: Vec<u64> = bytes.as_chunks().0.iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect();
+    took.sort_unstable();
+    Ok(took)
 }
 
 impl Plan {
@@ -122,6 +146,7 @@ impl Plan {
 
     /// The new process, already in its cgroup. The result is its exit code.
     fn child(&self, address: &Address) -> c_int {
+        let start = Instant::now();
         let connected = || -> io::Result<bool> {
             if let Some(uid) = self.uid {
                 sys::set_uid(uid, false)?;
@@ -139,7 +164,11 @@ impl Plan {
             sys::socket_error(&fd).map(|()| true)
         };
         match connected() {
-            Ok(true) => 0,
+            Ok(true) => {
+                let took = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+                let _ = self.time.as_ref().map(|mut time| time.write_all(&took.to_ne_bytes()));
+                0
+            }
             Ok(false) => UNANSWERED,
             Err(error) => error.raw_os_error().unwrap_or(UNANSWERED),
         }

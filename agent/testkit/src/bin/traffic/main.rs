@@ -29,20 +29,24 @@ one try, one report:
   closed ADDR PORT                       connect where nothing listens; ok means refused
   nonblocking ADDR PORT                  as tcp, with a non-blocking socket
   hold ADDR PORT                         keep a connection busy until it breaks or standard input ends
+  retries ADDR PORT                      how soon and how often the kernel will repeat the SYN (--mapped, --syn-retries N)
   udp ADDR PORT [N]                      N datagrams (--connected: by a connected socket) and their echoes
   ping ADDR                              ICMP echo by a raw socket
   rawsyn ADDR PORT                       TCP SYN by a raw socket (--hdrincl: IPv4 header included)
   afpacket ADDR PORT                     TCP SYN by a packet socket (IPv4; --dev eth0, --via GATEWAY)
 many tries, one report:
-  again ADDR PORT N                      N connects one after the other (--nonblock, --mapped) and how long they took
+  again ADDR PORT N                      N connects one after the other (--nonblock, --mapped, --interval-ms 0) and how
+                                         long they took
   datagrams ADDR PORT N                  N datagrams, one after the other, and no answer awaited
   flood ADDR PORT N                      N connects, closed at once (--wait-ms 0, --parallel 1)
-  first-packet ADDR PORT                 --parent DIR --count N --enter procs|clone3 (--parallel 128): new cgroup,
-                                         new process, first action connect
+  first-packet ADDR PORT                 --parent DIR --count N --enter procs|clone3 (--parallel 128, --prefix UID):
+                                         new cgroup, new process, first action connect
 until a signal, or the end of standard input with --stdin (where the line `stats` asks for counts):
   server PORT...                         answers plain or mesh on TCP, echoes UDP; IPv4 and IPv6
   proxy PORT...                          transparent proxy by original destination (--tproxy, --mark N;
                                          --passthrough PORT: what comes there goes on from 127.0.0.6 or ::6)
+  chatter ADDR PORT                      as tcp4 again and again (--interval-ms 20); a line a change, and a line for each
+                                         answer that is plain
   pause                                  nothing; reaps children
 options:
   --cgroup DIR  --netns PATH  --gid N  --uid N   where and as whom, applied in this order before anything else
@@ -71,7 +75,9 @@ fn run(o: &Options) -> Result<String, String> {
     match command {
         "tcp4" | "tcp6" | "mapped" | "tfo" | "mptcp" | "closed" => tcp::once(command, o.target()?, o),
         "nonblocking" => tcp::nonblocking(o.target()?, o),
+        "retries" => tcp::retries(o.target()?, o),
         "hold" => tcp::hold(o.target()?, o),
+        "chatter" => tcp::chatter(o.target()?, o),
         "udp" => udp::exchange(o.target()?, o),
         "ping" => udp::ping(o.address(1)?, o),
         "rawsyn" => raw::syn(o.target()?, o),

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 const FLAGS: [&str; 7] = ["stdin", "tproxy", "connected", "hdrincl", "keep-caps", "nonblock", "mapped"];
-const VALUES: [&str; 15] = [
+const VALUES: [&str; 17] = [
     "cgroup",
     "netns",
     "gid",
@@ -18,6 +18,8 @@ const VALUES: [&str; 15] = [
     "wait-ms",
     "parallel",
     "parent",
+    "prefix",
+    "syn-retries",
     "count",
     "enter",
     "mark",

@@ -125,21 +125,21 @@ pub fn set<T: Copy>(fd: &impl AsRawFd, level: c_int, name: c_int, value: T) -> i
     check(unsafe { libc::setsockopt(fd.as_raw_fd(), level, name, pointer, len_of::<T>()) }).map(drop)
 }
 
+/// Reads a socket option of any plain type; `T` may be the start of a longer one.
+pub fn get<T: Copy>(fd: &impl AsRawFd, level: c_int, name: c_int, mut value: T) -> io::Result<T> {
+    let mut len = len_of::<T>();
+    let pointer = (&raw mut value).cast();
+    // SAFETY: both pointers are to live variables, and the length is T's.
+    check(unsafe { libc::getsockopt(fd.as_raw_fd(), level, name, pointer, &raw mut len) })?;
+    Ok(value)
+}
+
 /// SO_ERROR: how the connect ended.
 pub fn socket_error(fd: &impl AsRawFd) -> io::Result<()> {
-    let mut error: c_int = 0;
-    let mut len = len_of::<c_int>();
-    // SAFETY: both pointers are to live variables of the right size.
-    check(unsafe {
-        libc::getsockopt(
-            fd.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_ERROR,
-            (&raw mut error).cast(),
-            &raw mut len,
-        )
-    })?;
-    if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
+    match get(fd, libc::SOL_SOCKET, libc::SO_ERROR, 0)? {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
 }
 
 /// SO_ORIGINAL_DST: where the application wanted to go before netfilter redirected it.
@@ -454,12 +454,26 @@ pub fn wait_any() -> io::Result<(c_int, c_int)> {
 
 /// CPU time of this process so far, also in the kernel on its behalf.
 pub fn cpu_time() -> Duration {
+    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+/// Time since the machine started.
+pub fn monotonic() -> Duration {
+    clock(libc::CLOCK_MONOTONIC)
+}
+
+fn clock(id: libc::clockid_t) -> Duration {
     // SAFETY: all zeroes is a valid timespec, and the pointer is to a live one.
     let now = unsafe {
         let mut now: libc::timespec = MaybeUninit::zeroed().assume_init();
-        libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now);
+        libc::clock_gettime(id, &raw mut now);
         now
     };
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     Duration::new(seconds, u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+#[expect(clippy::disallowed_methods, reason = "an application's own pause")]
+pub fn sleep(time: Duration) {
+    std::thread::sleep(time);
 }

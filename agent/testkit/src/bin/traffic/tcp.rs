@@ -97,6 +97,30 @@ fn read_line(stream: &mut impl Read) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
+/// Sends a SYN and reads off the socket when it will be repeated first, and how often.
+pub fn retries(target: SocketAddr, o: &Options) -> Result<String, String> {
+    let target = match target.ip() {
+        IpAddr::V4(v4) if o.flag("mapped") => SocketAddr::new(v4.to_ipv6_mapped().into(), target.port()),
+        _ => target,
+    };
+    let wanted: Option<i32> = o.number("syn-retries")?;
+    let read = || -> io::Result<(u32, i32)> {
+        let fd = sys::socket(sys::family(target.ip()), libc::SOCK_STREAM | libc::SOCK_NONBLOCK, 0)?;
+        if let Some(wanted) = wanted {
+            sys::set(&fd, libc::IPPROTO_TCP, libc::TCP_SYNCNT, wanted)?;
+        }
+        match sys::connect(&fd, &target.into()) {
+            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => return Err(error),
+            _ => {}
+        }
+        // `tcpi_rto` comes after eight bytes of `struct tcp_info`.
+        let [_, _, rto_us] = sys::get(&fd, libc::IPPROTO_TCP, libc::TCP_INFO, [0_u32; 3])?;
+        Ok((rto_us, sys::get(&fd, libc::IPPROTO_TCP, libc::TCP_SYNCNT, 0)?))
+    };
+    let (rto_us, retries) = read().map_err(|error| error.to_string())?;
+    Ok(report::Line::new("retries").raw("rto_us", rto_us).raw("retries", retries).end())
+}
+
 /// Non-blocking connect; `immediate` is what connect() itself said.
 pub fn nonblocking(target: SocketAddr, o: &Options) -> Result<String, String> {
     let limit = o.timeout(2000)?;
@@ -127,6 +151,27 @@ fn wait_connected(fd: &OwnedFd, limit: Duration) -> io::Result<()> {
         return Err(timed_out());
     }
     sys::socket_error(fd)
+}
+
+/// An application that connects all the time: a line for each answer that did not come through the mesh, and for each
+/// change. `at_ns`, of `CLOCK_MONOTONIC`, is from before the connect.
+pub fn chatter(target: SocketAddr, o: &Options) -> Result<String, String> {
+    let limit = o.timeout(300)?;
+    let pause = Duration::from_millis(o.number("interval-ms")?.unwrap_or(20));
+    let mut last = String::new();
+    loop {
+        let at_ns = sys::monotonic().as_nanos();
+        let mut seen = Try::new("chatter");
+        let saw = match talk(&mut seen, "tcp4", target, limit) {
+            Ok(()) => seen.answer.unwrap_or_default(),
+            Err(Failed { error, .. }) => report::errno_name(&error),
+        };
+        if saw == "plain" || saw != last {
+            report::say(&report::Line::new("chatter").text("saw", &saw).raw("at_ns", at_ns).end());
+        }
+        last = saw;
+        sys::sleep(pause);
+    }
 }
 
 /// Keeps a connection alive until it breaks (reported with its errno) or standard input ends (reported as ok).

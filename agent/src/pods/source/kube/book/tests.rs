@@ -41,7 +41,7 @@ fn told(updates: Vec<PodUpdate>) -> Vec<(PodUid, Option<String>)> {
                 (pod.uid, Some(label.unwrap_or_else(|| "?".into())))
             }
             PodUpdate::Gone(uid) => (uid, None),
-            PodUpdate::Synced => panic!("not the book's word"),
+            PodUpdate::Rekeyed(_) | PodUpdate::Synced => panic!("not the book's word"),
         })
         .collect();
     told.sort();
