@@ -15,9 +15,6 @@ mod support {
     pub mod mounts;
 }
 
-use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use nobypass::bpf::Maps;
 use nobypass::detect::verdict::{bypasses, count};
 use nobypass_common::abi::{NAME_MAX, PodCounters, PodName, PodPolicy};
@@ -238,57 +235,4 @@ fn sums_of_pods_that_are_gone_outlive_pods_and_agents() {
     let agent = machine.launch().start().attached();
     assert_eq!(sum(&agent), TRIES, "after the pod and the agent");
     agent.kill();
-}
-
-/// Agents come and go by SIGKILL while a meshed pod tries to get out: nothing does, and each try counts once.
-#[test]
-fn killed_and_started_again_under_load_nothing_gets_out_and_counters_go_on() {
-    const CYCLES: usize = 20;
-    let machine = Machine::new();
-    let (world, net) = world_with_pod("cycle").unwrap();
-    let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();
-    let start = || machine.launch().args(["--mode", "enforce"]).start();
-    let first: Agent = start().attached();
-    let mut maps = machine.maps();
-    let (pod, app) = meshed(&machine, &mut maps);
-    let id = pod.id().unwrap();
-    world.count_syns().unwrap();
-
-    let stop = AtomicBool::new(false);
-    let (agent, tried) = std::thread::scope(|scope| {
-        let mut agent = first;
-        let load = scope.spawn(|| {
-            let mut tried = 0;
-            while !stop.load(Ordering::Relaxed) {
-                let traffic = Traffic::new().netns(&net.ns).cgroup(&app);
-                tried += traffic.run(&[&"flood", &FAR4, &PORT, &500]).unwrap().count("started");
-            }
-            tried
-        });
-        let mut last = 0;
-        for _ in 0..CYCLES {
-            agent.kill();
-            agent = start().attached();
-            assert!(agent.log().contains("adopted=true"), "{}", agent.log());
-            let now = count(&maps.counters(id).unwrap(), Counter::Bypass);
-            assert!(now >= last, "a counter went back from {last} to {now}");
-            last = now;
-        }
-        stop.store(true, Ordering::Relaxed);
-        (agent, load.join().unwrap())
-    });
-    assert_eq!(world.syns().unwrap(), 0, "SYNs seen outside");
-    let counters = maps.counters(id).unwrap();
-    assert!(tried > 0);
-    assert_eq!(count(&counters, Counter::Bypass), tried, "each try counts once, whoever watched");
-    assert_eq!(count(&counters, Counter::BypassDropped), tried);
-    agent.kill();
-    let cleanup = machine.mounts.command(support::agent::BIN);
-    let ended = support::agent::run(with_args(cleanup, &["cleanup"]));
-    assert_eq!(ended.code, Some(0), "{ended:?}");
-}
-
-fn with_args(mut command: Command, args: &[&str]) -> Command {
-    command.args(args);
-    command
 }

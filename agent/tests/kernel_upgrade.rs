@@ -29,10 +29,11 @@ use nobypass::detect::verdict::count;
 use nobypass::sys::clock::monotonic_ns;
 use nobypass_common::abi::{ABI_VERSION, LedgerKey, LedgerSums, PodName, PortKey};
 use nobypass_common::ids::{COUNTERS, Counter};
+use nobypass_testkit::figures::Figure;
 use nobypass_testkit::foreign::pin_map;
 use nobypass_testkit::{proc, wait};
 use support::agent::{Agent, BIN, Launch, Metrics};
-use support::load::{NOTHING_PASSES, Target};
+use support::load::{NOTHING_PASSES, Target, Tried};
 use support::machine::{BPF_DIR, Machine, says};
 
 fn rounds(usual: u32) -> u32 {
@@ -45,7 +46,7 @@ fn start(machine: &Machine) -> Agent {
 }
 
 /// One round after the other; no counter of the agent's goes back.
-fn cycles(name: &str, rounds: u32, end: impl Fn(Agent)) {
+fn cycles(name: &str, what: &str, rounds: u32, end: impl Fn(Agent)) {
     let (mut target, mut agent) = Target::new(name, start);
     let (last, tried) = target.under_load(|| {
         let mut before = agent.metrics();
@@ -58,9 +59,17 @@ fn cycles(name: &str, rounds: u32, end: impl Fn(Agent)) {
         agent
     });
     target.nothing_got_out(tried);
-    println!("{name}: {rounds} rounds, {tried:?}, 0 packets and 0 connections got out");
+    tell(&format!("{rounds} {what} under load"), tried);
     target.would_have_been_seen(&mut target.machine.maps());
     last.kill();
+}
+
+/// What [`Target::nothing_got_out`] has shown.
+fn tell(what: &str, tried: Tried) {
+    let Tried { connections, datagrams } = tried;
+    let figure =
+        format!("0 packets out of {connections} connections and {datagrams} datagrams, each counted once");
+    Figure::new(what, figure).promised("0 packets get out", true).tell().unwrap();
 }
 
 /// Those of the kernel half: the agent's own begin at 0 with it, as Prometheus expects.
@@ -74,12 +83,12 @@ fn no_counter_went_back(agent: &Agent, before: &Metrics) -> Metrics {
 
 #[test]
 fn killed_and_started_again_under_load() {
-    cycles("kill", rounds(20), Agent::kill);
+    cycles("kill", "agents killed and started again", rounds(20), Agent::kill);
 }
 
 #[test]
 fn upgraded_in_place_under_load() {
-    cycles("upgrade", rounds(50), |agent| assert!(agent.terminate().success()));
+    cycles("upgrade", "upgrades in place", rounds(50), |agent| assert!(agent.terminate().success()));
 }
 
 /// What the pins of the layout before looked like: no `CARRIED`, and `CONFIG` as nobody knows it.
@@ -143,9 +152,7 @@ fn another_layout_of_the_maps_is_taken_over_under_load() {
             count(&target.machine.maps().counters(target.id()).unwrap(), Counter::Bypass),
             count(&counters, Counter::Bypass)
         );
-        println!(
-            "round {round}: layout {version} → {ABI_VERSION}: {tried:?}, 0 packets and 0 connections got out"
-        );
+        tell(&format!("upgrade {round} of the maps' layout, {version} to {ABI_VERSION}, under load"), tried);
         last.kill();
     }
 }

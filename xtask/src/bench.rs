@@ -40,6 +40,12 @@ const BENCHES: [Bench; 10] = [
         "connections out of brand-new pods, of 40,000",
         Run::Tests("no_first_packet_of", &[]),
     ),
+    // 200 kills, 500 upgrades in place, 20 of the maps' layout.
+    kernel(
+        "upgrade",
+        "packets out while agents are killed and upgraded under load",
+        Run::Tests("under_load", &[("NOBYPASS_TEST_CYCLES", "10")]),
+    ),
     // Three floods by two processes.
     kernel(
         "flood",

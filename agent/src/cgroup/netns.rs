@@ -147,8 +147,9 @@ impl Finder {
         processes.sort();
         let mut reason = NetnsError::NoProcess;
         for (pid, procs) in processes {
-            let file = match File::open(format!("/proc/{pid}/ns/net")) {
-                Ok(file) => file,
+            let file = match opened_while_in(&procs, pid, |pid| File::open(format!("/proc/{pid}/ns/net"))) {
+                Ok(Some(file)) => file,
+                Ok(None) => continue,
                 Err(error) => {
                     if error.kind() == io::ErrorKind::PermissionDenied {
                         reason = NetnsError::Denied;
@@ -156,11 +157,6 @@ impl Finder {
                     continue;
                 }
             };
-            // Its id may have been given to another process before the namespace was opened. One that is in this
-            // cgroup afterwards is of this pod, whichever it is.
-            if !pids(&procs).is_ok_and(|pids| pids.contains(&pid)) {
-                continue;
-            }
             // A container's first process is in the node's network for a moment, before it joins its own.
             match self.not_the_hosts(file) {
                 Err(host) => reason = host,
@@ -174,6 +170,17 @@ impl Finder {
         let inode = file.metadata().map_err(NetnsError::of)?.ino();
         if self.host.contains(&inode) { Err(NetnsError::HostNetwork) } else { Ok(file.into()) }
     }
+}
+
+/// Opens something of a process that was in a cgroup; `None` if it is not there any more. Its id may have been given to
+/// another process before. One that is in this cgroup afterwards is of this pod, whichever it is.
+fn opened_while_in(
+    procs: &Path,
+    pid: u32,
+    open: impl FnOnce(u32) -> io::Result<File>,
+) -> io::Result<Option<File>> {
+    let file = open(pid)?;
+    Ok(pids(procs).is_ok_and(|pids| pids.contains(&pid)).then_some(file))
 }
 
 /// An absolute path as the host's first process sees it.
@@ -205,4 +212,35 @@ fn list(dir: &Path, depth: usize, into: &mut Vec<(u32, PathBuf)>) -> io::Result<
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The process ends, and its id goes to one of another pod, between the listing and the opening.
+    #[test]
+    fn a_reused_process_id_leads_into_no_other_pod() {
+        let dir = tempfile::tempdir().unwrap();
+        let procs = dir.path().join("cgroup.procs");
+        let own = std::process::id();
+        let becomes = |after: String| {
+            fs::write(&procs, format!("7\n{own}\n")).unwrap();
+            let opened = opened_while_in(&procs, own, |pid| {
+                fs::write(&procs, after)?;
+                File::open(format!("/proc/{pid}/ns/net"))
+            });
+            opened.unwrap().is_some()
+        };
+        assert!(becomes(format!("{own}\n")), "its other process ended");
+        assert!(!becomes("7\n".into()), "it ended, and its id is another's");
+        assert!(!becomes(format!("7\n{own}0\n")), "a longer id is another");
+        assert!(!becomes(String::new()), "the pod has no process");
+        fs::remove_file(&procs).unwrap();
+        let gone = opened_while_in(&procs, own, |pid| File::open(format!("/proc/{pid}/ns/net")));
+        assert!(gone.unwrap().is_none(), "the cgroup is gone");
+        let finder = Finder { cgroups: File::open(dir.path()).unwrap(), host: Vec::new() };
+        let found = finder.by_process(&File::open(dir.path()).unwrap().into());
+        assert_eq!(found.err(), Some(NetnsError::NoProcess));
+    }
 }
