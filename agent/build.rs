@@ -42,8 +42,9 @@ fn main() -> Result<()> {
         env::set_var("CARGO_TERM_QUIET", "true");
     }
     let toolchain = env::var("RUSTUP_TOOLCHAIN").unwrap_or_default();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ebpf");
-    let common = Path::new(env!("CARGO_MANIFEST_DIR")).join("../common");
+    // Asked for when it runs: a target directory that was copied with its checkout holds a build script of the old place.
+    let here = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").context("cargo sets CARGO_MANIFEST_DIR")?);
+    let (root, common) = (here.join("../ebpf"), here.join("../common"));
     println!("cargo:rerun-if-changed={}", common.display());
     let root = root.to_str().ok_or_else(|| anyhow!("this checkout's path is not UTF-8"))?;
     let package = Package { name: OBJECT, root_dir: root, ..Package::default() };

@@ -82,6 +82,15 @@ impl Cluster {
         launch.args([&self.kubeconfig]).args(gate).start().ready()
     }
 
+    /// Whether the node's condition, label and taints say that it is safe.
+    fn says_ready(&self) -> bool {
+        let node = self.server.get("nodes", "", NODE).unwrap();
+        let mut conditions = node["status"]["conditions"].as_array().into_iter().flatten();
+        let is_true = |of: &Value| of["type"] == CONDITION && of["status"] == "True";
+        let told = node["metadata"]["labels"][LABEL] == "ready" && conditions.any(is_true);
+        told && node["spec"]["taints"].as_array().is_none_or(Vec::is_empty)
+    }
+
     /// Actions of the Events on pods, in the order in which they came.
     fn said(&self) -> Vec<String> {
         let events = self.server.bodies("create", "events").into_iter();
@@ -291,49 +300,49 @@ fn many_pods_that_started_before_the_plugin_are_all_repaired() {
     node.stop().unwrap();
 }
 
-/// With the cluster: the taint goes before anything is repaired, the pod's owner is looked up when the plugin fails, and
-/// Events tell it all.
+/// With the cluster: the node is told, the pod's owner is looked up when the plugin fails or hangs, and Events tell it all.
 #[test]
-fn the_cluster_is_told_and_a_plugin_that_fails_leads_to_the_eviction() {
+fn the_cluster_is_told_and_a_plugin_that_fails_or_hangs_leads_to_the_eviction() {
     let node = node();
     let pod = unprotected(&node, "early");
     proxy_is_up(&node, &pod);
     let cluster = Cluster::new(&node, &[&pod]);
-    let mut entry = node.mesh_entry();
-    entry["testkit"]["fail"] = json!("iptables: no such chain");
-    let agent = cluster.start(repairing_launch(&node, &entry, "5").args(["--remedy-label", "on"]));
-    recognised(&agent, &pod);
-    safe(&agent);
-    let object = || cluster.server.get("nodes", "", NODE).unwrap();
-    agent.until("the node", |_| {
-        let node = object();
-        let conditions = node["status"]["conditions"].as_array().unwrap().clone();
-        let is_true = |of: &Value| of["type"] == CONDITION && of["status"] == "True";
-        let told = node["metadata"]["labels"][LABEL] == "ready" && conditions.iter().any(is_true);
-        (told && node["spec"]["taints"].as_array().is_none_or(Vec::is_empty)).then_some(())
-    });
-    assert_eq!(connect(&node, &pod, "app").saw(), "plain");
-    let dry_run = [("action", "evict"), ("result", "dry_run")];
-    agent.until("the eviction", |agent| {
-        (agent.metrics().sum("remedy_actions_total", &dry_run) == 1).then_some(())
-    });
-    agent.until("its Event", |_| cluster.said().contains(&"WouldEvict".to_owned()).then_some(()));
-    let said = cluster.said();
-    assert_eq!((said.first().unwrap().as_str(), said.last().unwrap().as_str()), ("Detecting", "WouldEvict"));
-    let notes: Vec<String> = cluster
-        .server
-        .bodies("create", "events")
-        .iter()
-        .map(|event| event["note"].as_str().unwrap_or_default().to_owned())
-        .collect();
-    assert!(notes.iter().any(|note| note.contains("iptables: no such chain")), "{notes:?}");
-    assert_eq!(cluster.server.count("create", "pods/eviction"), 0, "only said");
+    let rules = || pod.enter().unwrap().check("nft", &["list", "ruleset"], "").unwrap();
+    let before = rules();
     let label = || {
         let found = cluster.server.get("pods", &pod.spec.namespace, "early").unwrap();
         found["metadata"]["labels"]["nobypass.dev/bypassing"].clone()
     };
-    assert_eq!(label(), "true");
-    assert!(agent.terminate().success());
+    for (key, value, says) in [
+        ("fail", json!("iptables: no such chain"), "iptables: no such chain"),
+        ("delay-ms", json!(600_000), "did not end within 1s and was killed"),
+    ] {
+        cluster.server.clear_requests();
+        let mut entry = node.mesh_entry();
+        entry["testkit"][key] = value;
+        let agent = cluster.start(repairing_launch(&node, &entry, "1").args(["--remedy-label", "on"]));
+        recognised(&agent, &pod);
+        safe(&agent);
+        agent.until("the node", |_| cluster.says_ready().then_some(()));
+        assert_eq!(connect(&node, &pod, "app").saw(), "plain");
+        let dry_run = [("action", "evict"), ("result", "dry_run")];
+        agent.until("the eviction", |agent| {
+            (agent.metrics().sum("remedy_actions_total", &dry_run) == 1).then_some(())
+        });
+        agent.until("its Event", |_| cluster.said().contains(&"WouldEvict".to_owned()).then_some(()));
+        let said = cluster.said();
+        assert_eq!(
+            (said.first().unwrap().as_str(), said.last().unwrap().as_str()),
+            ("Detecting", "WouldEvict")
+        );
+        let notes: Vec<Value> =
+            cluster.server.bodies("create", "events").iter().map(|event| event["note"].clone()).collect();
+        assert!(notes.iter().any(|note| note.as_str().unwrap().contains(says)), "{notes:?}");
+        assert_eq!(cluster.server.count("create", "pods/eviction"), 0, "only said");
+        assert_eq!(label(), "true");
+        assert_eq!(rules(), before, "nothing half done");
+        assert!(agent.terminate().success());
+    }
 
     // The plugin works again: the same pod is repaired after all, and the label goes.
     let agent =
