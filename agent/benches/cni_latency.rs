@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `NOBYPASS_BENCH_PEER` | shell command that runs the other installer |
 //! | `NOBYPASS_BENCH_PEER_SETUP` | shell commands before it, in its own mount namespace |
+//! | `NOBYPASS_BENCH_PROGRAM` | the nobypass to measure, such as the image's; the one just built |
 //! | `NOBYPASS_BENCH_FILES` | files for each writer style; 200 |
 //! | `NOBYPASS_BENCH_DIR` | where the directories are made; the build directory, or /var/tmp |
 //!
@@ -57,7 +58,8 @@ struct Program(PathBuf);
 impl Program {
     fn copy() -> Self {
         let copy = base().join(format!("nobypass-{}", std::process::id()));
-        fs::copy(env!("CARGO_BIN_EXE_nobypass"), &copy).unwrap();
+        let program = std::env::var_os("NOBYPASS_BENCH_PROGRAM");
+        fs::copy(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_nobypass").into()), &copy).unwrap();
         Self(copy)
     }
 }
@@ -122,7 +124,7 @@ impl Installer {
         }
         // What it does once at its start does not count.
         let quiet = Instant::now();
-        while quiet.elapsed() < Duration::from_millis(2500) {
+        while quiet.elapsed() < Duration::from_secs(4) {
             std::thread::park_timeout(Duration::from_millis(100));
         }
     }
@@ -350,12 +352,12 @@ fn measure(name: &str, setup: &str, command: &str, files: usize) -> Vec<Row> {
     let mut rows = Vec::new();
     for (what, style) in [("rename", Style::Rename), ("in place", Style::InPlace)] {
         let installer = Installer::start(name, setup, command);
+        let idle = installer.memory();
         rows.push(Row { what, figures: one_by_one(&installer, style, files), last: None });
         if what == "rename" {
-            let (rss, pss, anon) = installer.memory();
-            println!(
-                "{name:<10} memory after {files} files: RSS {rss} KiB, PSS {pss} KiB, anonymous {anon} KiB"
-            );
+            for (when, (rss, pss, anon)) in [("idle", idle), ("after the files", installer.memory())] {
+                println!("{name:<10} memory {when}: RSS {rss} KiB, PSS {pss} KiB, anonymous {anon} KiB");
+            }
         }
     }
     let installer = Installer::start(name, setup, command);

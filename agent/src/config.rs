@@ -100,84 +100,138 @@ pub enum InboundFlag {
 #[derive(Clone, Debug, clap::Args)]
 pub struct Config {
     /// What happens to a bypass, unless --policy says; `nobypass mode` changes it while the agent runs
-    #[arg(long, env = "NOBYPASS_MODE", value_enum, default_value = "audit")]
+    #[arg(
+        long,
+        help_heading = "What happens to connections",
+        env = "NOBYPASS_MODE",
+        value_enum,
+        default_value = "audit"
+    )]
     pub mode: ModeFlag,
     /// What happens to connections of pods that nobody has classified yet
-    #[arg(long, env = "NOBYPASS_UNKNOWN_PODS", value_enum, default_value = "pass")]
+    #[arg(
+        long,
+        help_heading = "What happens to connections",
+        env = "NOBYPASS_UNKNOWN_PODS",
+        value_enum,
+        default_value = "pass"
+    )]
     pub unknown_pods: UnknownFlag,
     /// How long an unclassified pod is held at most, in milliseconds
-    #[arg(long, env = "NOBYPASS_HOLD_MS", default_value_t = 3000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    #[arg(long, help_heading = "What happens to connections", env = "NOBYPASS_HOLD_MS", default_value_t = 3000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub hold_ms: u32,
     /// UDP (but DNS) and other protocols of meshed pods
-    #[arg(long, env = "NOBYPASS_NON_TCP", value_enum, default_value = "ignore")]
+    #[arg(
+        long,
+        help_heading = "What happens to connections",
+        env = "NOBYPASS_NON_TCP",
+        value_enum,
+        default_value = "ignore"
+    )]
     pub non_tcp: NonTcpFlag,
     /// QUIC (UDP port 443) of meshed pods; dropping makes clients fall back to TCP
-    #[arg(long, env = "NOBYPASS_QUIC", value_enum, default_value = "ignore")]
+    #[arg(
+        long,
+        help_heading = "What happens to connections",
+        env = "NOBYPASS_QUIC",
+        value_enum,
+        default_value = "ignore"
+    )]
     pub quic: NonTcpFlag,
     /// Connections that reach a meshed pod's application past its proxy
-    #[arg(long, env = "NOBYPASS_INBOUND", value_enum, default_value = "audit")]
+    #[arg(
+        long,
+        help_heading = "What happens to connections",
+        env = "NOBYPASS_INBOUND",
+        value_enum,
+        default_value = "audit"
+    )]
     pub inbound: InboundFlag,
     /// What an application sees of a connection that enforce drops
-    #[arg(long, env = "NOBYPASS_REFUSAL", value_enum, default_value = "fast")]
+    #[arg(
+        long,
+        help_heading = "What happens to connections",
+        env = "NOBYPASS_REFUSAL",
+        value_enum,
+        default_value = "fast"
+    )]
     pub refusal: RefusalFlag,
     /// File with what may change while the agent runs (see deploy/policy.example.yaml); read again when it changes.
     /// Where it says nothing, these flags hold
-    #[arg(long, env = "NOBYPASS_POLICY", value_name = "FILE")]
+    #[arg(long, help_heading = "What happens to connections", env = "NOBYPASS_POLICY", value_name = "FILE")]
     pub policy: Option<PathBuf>,
     /// Where facts about pods come from
-    #[arg(long, env = "NOBYPASS_PODS", value_enum, default_value = "auto")]
+    #[arg(long, help_heading = "Pods and meshes", env = "NOBYPASS_PODS", value_enum, default_value = "auto")]
     pub pods: PodsFlag,
     /// This node's name in the cluster
-    #[arg(long, env = "NOBYPASS_NODE_NAME", value_name = "NAME", value_parser = node_name)]
+    #[arg(long, help_heading = "Pods and meshes", env = "NOBYPASS_NODE_NAME", value_name = "NAME", value_parser = node_name)]
     pub node_name: Option<String>,
     /// How to reach the API server [default: the pod's service account]
-    #[arg(long, env = "NOBYPASS_KUBECONFIG", value_name = "FILE")]
+    #[arg(long, help_heading = "Pods and meshes", env = "NOBYPASS_KUBECONFIG", value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Node gate")]
     pub gate: GateArgs,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Remedies")]
     pub remedies: RemedyArgs,
     /// The container runtime's socket [default: the first that exists of the usual ones]
-    #[arg(long, env = "NOBYPASS_CRI_ENDPOINT", value_name = "SOCKET")]
+    #[arg(long, help_heading = "Pods and meshes", env = "NOBYPASS_CRI_ENDPOINT", value_name = "SOCKET")]
     pub cri_endpoint: Option<String>,
     /// File with mesh profiles of your own (YAML or JSON), tried before the built-in ones
-    #[arg(long, env = "NOBYPASS_PROFILES", value_name = "FILE")]
+    #[arg(long, help_heading = "Pods and meshes", env = "NOBYPASS_PROFILES", value_name = "FILE")]
     pub profiles: Option<PathBuf>,
     /// Where cgroup2 is mounted [default: from /proc/self/mountinfo]
-    #[arg(long, env = "NOBYPASS_CGROUP_ROOT", value_name = "DIR")]
+    #[arg(long, help_heading = "This node", env = "NOBYPASS_CGROUP_ROOT", value_name = "DIR")]
     pub cgroup_root: Option<PathBuf>,
     /// Level of --cgroup-root in the hierarchy, if it is not the hierarchy's root
-    #[arg(long, env = "NOBYPASS_CGROUP_ROOT_LEVEL", value_name = "N", requires = "cgroup_root")]
+    #[arg(
+        long,
+        help_heading = "This node",
+        env = "NOBYPASS_CGROUP_ROOT_LEVEL",
+        value_name = "N",
+        requires = "cgroup_root"
+    )]
     pub cgroup_root_level: Option<u32>,
     /// Cgroup whose descendants are pods; may be given up to four times [default: kubepods and its like]
-    #[arg(long, env = "NOBYPASS_POD_PARENT", value_name = "DIR", value_delimiter = ',')]
+    #[arg(
+        long,
+        help_heading = "This node",
+        env = "NOBYPASS_POD_PARENT",
+        value_name = "DIR",
+        value_delimiter = ','
+    )]
     pub pod_parent: Vec<PathBuf>,
     /// Directory of the pins, on a BPF file system
-    #[arg(long, env = "NOBYPASS_BPF_DIR", value_name = "DIR", default_value = DEFAULT_DIR)]
+    #[arg(long, help_heading = "This node", env = "NOBYPASS_BPF_DIR", value_name = "DIR", default_value = DEFAULT_DIR)]
     pub bpf_dir: PathBuf,
     /// Pods that the kernel's maps have room for
-    #[arg(long, env = "NOBYPASS_MAX_PODS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(16..=65_536))]
+    #[arg(long, help_heading = "This node", env = "NOBYPASS_MAX_PODS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(16..=65_536))]
     pub max_pods: u32,
     /// Bypass events a pod may report in a second, per CPU; counters are not limited
-    #[arg(long, env = "NOBYPASS_EVENT_RATE", value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    #[arg(long, help_heading = "Reports", env = "NOBYPASS_EVENT_RATE", value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub event_rate: u32,
     /// How often a meshed pod's network is asked whether its connections are redirected, in seconds; news ask at once
-    #[arg(long = "probe-interval-s", env = "NOBYPASS_PROBE_INTERVAL_S", value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    #[arg(long = "probe-interval-s", help_heading = "Probes", env = "NOBYPASS_PROBE_INTERVAL_S", value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub probe_interval: u32,
     /// How long connections past the proxy that are older than nobypass or a repair may go on where it enforces, in seconds
-    #[arg(long = "preexisting-grace-s", env = "NOBYPASS_PREEXISTING_GRACE_S", value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=86_400))]
+    #[arg(long = "preexisting-grace-s", help_heading = "Probes", env = "NOBYPASS_PREEXISTING_GRACE_S", value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub preexisting_grace: u32,
     /// Address for /metrics, /livez and /readyz; `none` for the socket alone
-    #[arg(long, env = "NOBYPASS_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9910", value_parser = address)]
+    #[arg(long, help_heading = "Reports", env = "NOBYPASS_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9910", value_parser = address)]
     pub metrics_addr: Address,
     /// Unix socket for the command line
-    #[arg(long, env = "NOBYPASS_SOCKET", value_name = "PATH", default_value = DEFAULT_SOCKET)]
+    #[arg(long, help_heading = "Reports", env = "NOBYPASS_SOCKET", value_name = "PATH", default_value = DEFAULT_SOCKET)]
     pub socket: PathBuf,
     /// Log filter: a level, or target=level terms
-    #[arg(long, env = "NOBYPASS_LOG", value_name = "FILTER", default_value = "info")]
+    #[arg(
+        long,
+        help_heading = "Reports",
+        env = "NOBYPASS_LOG",
+        value_name = "FILTER",
+        default_value = "info"
+    )]
     pub log: String,
     /// Format of log lines
-    #[arg(long, env = "NOBYPASS_LOG_FORMAT", value_enum, default_value_t)]
+    #[arg(long, help_heading = "Reports", env = "NOBYPASS_LOG_FORMAT", value_enum, default_value_t)]
     pub log_format: LogFormat,
 }
 

@@ -8,6 +8,7 @@
 )]
 
 use std::collections::BTreeSet;
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -80,6 +81,15 @@ fn wrong_arguments_exit_64_and_name_what_is_wrong_and_what_would_be_right() {
         (&["agent", "--profiles", "/nonexistent/mesh.yaml"], &["/nonexistent/mesh.yaml", "No such file"]),
         (&["status", "-o", "xml"], &["--output", "xml", "json"]),
         (&["status", "extra"], &["extra"]),
+        (&["status", "--watch", "0"], &["--watch", "1..=3600"]),
+        (&["explain"], &["<NAMESPACE/POD>", "not provided"]),
+        (&["explain", "shop/cart 0"], &["shop/cart 0", "NAMESPACE/NAME"]),
+        (&["explain", "-o", "wide", "shop/cart"], &["--output", "wide", "table, json"]),
+        (&["probe"], &["<NAMESPACE/POD>", "not provided"]),
+        (&["policy"], &["check", "show"]),
+        (&["policy", "check"], &["<FILE>", "not provided"]),
+        (&["validate", "--port", "0"], &["--port"]),
+        (&["completions", "csh"], &["csh", "bash"]),
         (&["events", "--output", "yaml"], &["--output", "json"]),
         (&["mode", "on"], &["'on'", "off, audit, enforce, policy"]),
         (&["preflight", "--fix"], &["--fix"]),
@@ -107,6 +117,24 @@ fn without_a_sub_command_it_shows_the_status() {
     assert_eq!((alone.code, &alone.out, &alone.err), (status.code, &status.out, &status.err));
     assert_eq!(alone.code, Some(69), "{}", alone.err);
     assert!(alone.err.contains("no agent runs"), "{}", alone.err);
+}
+
+#[test]
+fn status_is_shown_again_and_again_until_nobody_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = nobypass(&["status", "--watch", "1"]);
+    command.args(nowhere(dir.path())).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut shown = 0;
+    while shown < 2 {
+        let line = out.next().expect("it goes on").unwrap();
+        assert!(!line.contains('\u{1b}'), "only a terminal is painted: {line}");
+        // An agent may come.
+        shown += u32::from(line.contains("no agent runs"));
+    }
+    drop(out);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
 /// Long flags in a help text, and the environment variables it names.
@@ -137,7 +165,8 @@ fn every_help_exits_0_shows_every_flag_with_its_variable_and_the_exit_codes_are_
         let Said { code, out, err } = run(&[command, "--help"]);
         assert_eq!((code, err.as_str()), (Some(0), ""), "{command}");
         let (flags, variables) = flags_and_variables(&out);
-        let without: BTreeSet<&str> = ["help", "output", "follow", "all"].into();
+        // `--node` of cleanup is asked for by hand: a DaemonSet's variable must not do it.
+        let without: BTreeSet<&str> = ["help", "output", "follow", "all", "watch", "node"].into();
         let expected: BTreeSet<String> = flags
             .iter()
             .filter(|flag| !without.contains(flag.as_str()))

@@ -142,6 +142,7 @@ fn wait(what: &str, mut condition: impl FnMut() -> bool, state: impl Fn() -> Str
     }
 }
 
+/// linkerd2#11549, #11228: rewritten in place; #10720: moved in. amazon-vpc-cni-k8s#1437, containerd#8662: seen half-written.
 #[test]
 fn every_writer_style_is_patched() {
     let guarded = Guarded::start(|_| {});
@@ -250,6 +251,7 @@ fn files_that_are_no_configs_disturb_nothing() {
 }
 
 /// A list written in pieces, as a slow installer does; containerd#8662, amazon-vpc-cni-k8s#1437.
+/// multus-cni#1155: an empty config made from an unfinished one.
 #[test]
 fn a_file_written_in_pieces_is_left_alone_until_it_is_whole() {
     let guarded = Guarded::start(|_| {});
@@ -284,6 +286,7 @@ fn a_file_that_sorts_first_later_is_patched_and_active() {
 }
 
 /// consul writes a `.conflist` for ever beside a `.conf` that wins.
+/// istio#20202: an owner that looks for its `.conf`.
 #[test]
 fn a_conf_is_converted_once_and_stays_out_of_the_way() {
     let guarded = Guarded::start(|_| {});
@@ -325,6 +328,7 @@ fn duplicates_and_misplaced_entries_are_put_right() {
 }
 
 /// multus-cni: the file it delegates to is patched, not both.
+/// multus-cni#1312: made again from what it delegates to.
 #[test]
 fn a_meta_plugin_is_left_and_its_delegate_is_patched() {
     let multus = r#"{"name":"m","cniVersion":"0.4.0","plugins":[{"type":"multus-shim","clusterNetwork":"/etc/cni/net.d/10-canal.conflist"}]}"#;
@@ -350,6 +354,7 @@ fn mode_is_kept_and_links_stay() {
 }
 
 /// linkerd2#10738, #4049: an installer made a network of its own where there was none.
+/// linkerd2#9916, #4049: a network of the installer's own.
 #[test]
 fn nothing_is_made_in_an_empty_directory() {
     let guarded = Guarded::start(|_| {});
@@ -377,6 +382,7 @@ fn a_deleted_file_stays_deleted() {
 }
 
 /// All peers go blind, wait for ever, or exit.
+/// containerd#5041, #6490: runtimes lose a directory that was made anew.
 #[test]
 fn a_directory_that_is_removed_replaced_or_missing_at_first_is_guarded_again() {
     let root = tempfile::tempdir().unwrap();
@@ -532,6 +538,7 @@ fn all_writing_is_bounded() {
 }
 
 /// consul's two installers during a surge upgrade never agree.
+/// istio#34777: two installers at once; #32809: the gap of an upgrade.
 #[test]
 fn during_an_upgrade_the_newer_agent_writes_and_the_older_takes_over_when_it_dies() {
     let entry = |v: u32| {

@@ -102,6 +102,7 @@ fn no_space_body() {
     assert_patched(&dir.join(NAME), &list("a", 0));
 }
 
+/// linkerd2#7391: a clean-up that could not write left an empty config.
 #[test]
 fn read_only() {
     let setup = "mount --bind $DIR $DIR && printf '' > $DIR/x && mount -o remount,ro,bind $DIR";
@@ -129,6 +130,7 @@ fn read_only_body() {
     until(&guard, "protected", |now| now.protection == "protected");
 }
 
+/// istio#41363, #54815, #23605: SELinux.
 #[test]
 fn no_permission() {
     let setup = "chmod 777 $DIR && printf '%s' '{\"cniVersion\":\"0.4.0\",\"name\":\"n\",\"plugins\":[{\"type\":\"bridge\"}]}' > $DIR/10-a.conflist && chmod 755 $DIR";
@@ -150,6 +152,7 @@ fn no_permission_body() {
 }
 
 /// linkerd2-proxy-init#424, linkerd2#13198: silently unwatched.
+/// pouch#2282: nobody was told.
 #[test]
 fn no_inotify() {
     let setup = "echo 0 > /proc/sys/user/max_inotify_instances";

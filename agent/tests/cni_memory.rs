@@ -128,6 +128,7 @@ impl Node {
 }
 
 /// linkerd2#12490, istio#55968: the primary has written its config anew while no agent was there.
+/// linkerd2#4789, #7855, #2970: a reboot.
 #[test]
 fn linkerd2_12490_a_learned_entry_is_put_back_after_a_restart() {
     let node = Node::new();

@@ -131,6 +131,7 @@ fn names(dir: &Path) -> Vec<String> {
 
 /// istio#36821, #55894, cri-o#4276: binary, then kubeconfig, then entry. linkerd2#12573: the token is followed.
 /// istio#14327: an agent that is told to stop leaves everything for the next one.
+/// multus-cni#1527, #1387: a config that went with its pod. consul-k8s#5062: the kubeconfig's name stays.
 #[test]
 fn install_mode_from_start_to_hand_over() {
     let node = Node::new();

@@ -163,6 +163,22 @@ fn an_exclusive_program_above_is_reported_and_left_alone() {
     machine.all_is_attached();
 }
 
+/// The old way of sharing: ours takes the place of such a one, for which its owner is told how to attach it.
+#[test]
+fn a_program_above_whose_place_ours_takes_is_reported_and_left_alone() {
+    let machine = Machine::new();
+    let _foreign = Foreign::attach(machine.scratch.top(), Sharing::Override, true).unwrap();
+    let agent = machine.launch().start().attached();
+    let place = format!("(foreign) on {} (egress)", machine.scratch.top().display());
+    agent.line(&["WARN", &place, "BPF_F_ALLOW_OVERRIDE", "BPF_F_ALLOW_MULTI"]);
+    let status = agent.status();
+    let note = status["agent"]["notes"][0].as_str().unwrap();
+    assert!(note.starts_with("foreign-programs: ") && note.contains(&place), "{note}");
+    assert!(agent.terminate().success());
+    assert_eq!(machine.cleanup().code, Some(0));
+    assert_eq!(machine.programs(), ["foreign"]);
+}
+
 #[test]
 fn programs_of_others_and_ours_do_not_disturb_each_other() {
     let machine = Machine::new();

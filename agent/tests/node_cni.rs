@@ -397,8 +397,8 @@ fn runs(node: &Node) -> Vec<String> {
     plugins.into_iter().flatten().filter_map(kind).collect()
 }
 
-/// containernetworking/cni#1164: only the runtime knows whether it reads such files. istio#55968: what a primary writes
-/// before any agent runs.
+/// containernetworking/cni#1164, #928: only the runtime knows whether it reads such files. istio#55968, antrea#3974: what a
+/// primary writes before any agent runs.
 fn drop_in(node: Node) {
     let path = active(&node);
     let file = node.cni_net_dir().join("node-net/zz-nobypass.conf");

@@ -23,7 +23,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use nobypass_testkit::node::{ExecOutput, Node, Pod};
 use nobypass_testkit::{proc, wait};
 use serde_json::Value;
-use support::agent::request;
+use support::agent::{BIN, request};
 use support::manifest::{CONTAINER, Manifest, build_image};
 use support::metrics;
 use support::node::{connect, node, unprotected};
@@ -90,7 +90,8 @@ fn it_does_the_demos_job_with_what_the_manifest_grants() {
     });
 
     // `helm upgrade --set mode=enforce`: nothing is restarted.
-    manifest.change_policy("mode: \"audit\"", "mode: \"enforce\"");
+    let rule = "namespaces: [{names: [shop], matchLabels: {a: b}, mode: audit}]";
+    manifest.change_policy("mode: \"audit\"", &format!("mode: \"enforce\"\n{rule}"));
     until(&node, &agent, "enforce", |status| (status["mode"] == "enforce").then_some(()));
     assert_eq!(connect(&node, &early, "app").answer(), None);
     until(&node, &agent, "the drop", |status| of(status, &early).filter(|pod| pod["dropped"] != 0).map(drop));
@@ -117,12 +118,22 @@ fn it_does_the_demos_job_with_what_the_manifest_grants() {
         ("explain NAMESPACE/POD", &["explain", "default/early"]),
         ("probe NAMESPACE/POD", &["probe", "default/early"]),
         ("cni status", &["cni", "status"]),
+        ("policy show", &["policy", "show"]),
     ] {
         let said = nobypass(&node, &agent, &[words, &["-o", "json"]].concat());
         let json = serde_json::from_str(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"));
         differences.extend(shape::differences(command, &json));
     }
+    let mut events = std::process::Command::new(BIN);
+    events.args(["events", "-o", "json", "--socket"]).arg(manifest.socket());
+    let events = proc::spawn(events).unwrap();
+    let event = until(&node, &agent, "an event", |_| {
+        connect(&node, &early, "app");
+        events.line(std::time::Duration::from_millis(200)).ok()
+    });
+    differences.extend(shape::differences("events", &serde_json::from_str(&event).unwrap()));
     assert_eq!(differences, [""; 0], "fields");
+
     // Confined as the manifest says, and with room for more.
     let process = process(&agent);
     let said = fs::read_to_string(format!("/proc/{process}/status")).unwrap();

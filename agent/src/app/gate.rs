@@ -231,7 +231,8 @@ impl Keeper {
     }
 }
 
-/// What the CNI half says; while the agent `is_starting`, a runtime that was not asked yet is none that lacks something.
+/// What the CNI half says. A runtime that was not asked yet is none that lacks something; while the agent `is_starting`, neither
+/// is one that does not answer yet.
 fn cni_part(summary: &Summary, word: &Word, is_starting: bool) -> Part {
     let file = summary.active.as_ref().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     match (&summary.watching, summary.files, summary.protection) {
@@ -242,7 +243,7 @@ fn cni_part(summary: &Summary, word: &Word, is_starting: bool) -> Part {
             Part::Bad(Reason::CniNotWatched, format!("the CNI directory is not watched: {why}"))
         }
         (_, _, Protection::Protected) => Part::Good,
-        (_, Protection::Protected, _) if is_starting => {
+        (_, Protection::Protected, _) if is_starting || word.state.is_empty() => {
             Part::Pending("the container runtime has not been asked yet")
         }
         (_, Protection::Protected, _) => not_loaded(&file, word),
@@ -403,6 +404,9 @@ mod tests {
             wanted: None,
         };
         let polled = Watching::Polled { why: "no inotify".into() };
+        let asked = Word { state: "lags", ..Word::default() };
+        let unasked = cni_part(&summary(&watched, Protected, Unprotected, 1), &Word::default(), false);
+        assert!(matches!(unasked, Part::Pending(_)), "{unasked:?}");
         for (summary, starting, expected) in [
             (summary(&Watching::Missing, NoNetwork, NoNetwork, 0), false, "pending"),
             (summary(&Watching::Missing, NoNetwork, NoNetwork, 2), false, "NoNetwork"),
@@ -413,7 +417,7 @@ mod tests {
             (summary(&watched, Protected, Unprotected, 1), true, "pending"),
             (summary(&watched, Unprotected, Unprotected, 1), true, "CNIUnprotected"),
         ] {
-            let got = match cni_part(&summary, &Word::default(), starting) {
+            let got = match cni_part(&summary, &asked, starting) {
                 Part::Off => "off",
                 Part::Good => "good",
                 Part::Pending(_) => "pending",
@@ -433,7 +437,7 @@ mod tests {
             (word("files", Some("the binary is missing")), Reason::CniUnprotected, "the binary is missing"),
             (word("silent", Some("connection refused")), Reason::RuntimeNotReloaded, "connection refused"),
             (word("lags", Some("x")), Reason::RuntimeNotReloaded, "has not loaded it"),
-            (word("", None), Reason::RuntimeNotReloaded, "has not loaded it"),
+            (word("outdated", None), Reason::RuntimeNotReloaded, "has not loaded it"),
         ] {
             let Part::Bad(why, text) = not_loaded("10-net.conflist", &word) else { panic!("{word:?}") };
             assert!(why == reason && text.contains(says) && text.starts_with("10-net.conflist"), "{text}");

@@ -56,7 +56,10 @@ pub(super) async fn keep_alive(
             _ = look.tick() => still_there(&parents).and_then(|()| {
                 look_after(&mut kernel, &health, &mut lost).map_err(text)
             }),
-            _ = search.tick() => refresh_addresses(&mut kernel).map_err(text),
+            _ = search.tick() => {
+                show_overridden(&kernel, &health);
+                refresh_addresses(&mut kernel).map_err(text)
+            }
             Some(Apply { effective, done }) = changes.recv() => {
                 let result = kernel.set_config(|config| effective.kernel(config));
                 let _ = done.send(result.map_err(text));
@@ -108,6 +111,25 @@ fn look_after(kernel: &mut Kernel, health: &Health, before: &mut Vec<Hook>) -> R
     *before = lost;
     show_hooks(kernel, health);
     Ok(())
+}
+
+/// What others attached above and ours takes the place of: told, and left alone.
+fn show_overridden(kernel: &Kernel, health: &Health) {
+    const WHAT: &str = "foreign-programs";
+    let found = kernel.overridden();
+    if found.is_empty() {
+        health.note_done(WHAT);
+        return;
+    }
+    let text = format!(
+        "{} is attached with BPF_F_ALLOW_OVERRIDE and does not run for pods while ours is: attach it with \
+         BPF_F_ALLOW_MULTI. nobypass leaves it alone",
+        found.join(", ")
+    );
+    if !health.notes().iter().any(|note| note.ends_with(&text)) {
+        tracing::warn!("{text}");
+    }
+    health.note(WHAT, text);
 }
 
 /// Connections from these are the kubelet's, say: no inbound bypasses.

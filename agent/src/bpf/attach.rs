@@ -128,6 +128,28 @@ fn is_pinned_elsewhere(dir: &PinDir, program: u32) -> bool {
     })
 }
 
+/// Programs of others above a parent whose place ours takes: with `BPF_F_ALLOW_OVERRIDE` a program runs only where none is
+/// attached below (`compute_effective_progs`, <https://github.com/torvalds/linux/blob/v6.12/kernel/bpf/cgroup.c#L406>).
+pub fn overridden(parent: &Parent) -> Vec<String> {
+    let mut found = Vec::new();
+    for hook in Hook::CGROUP {
+        let Some(attach_type) = hook.attach_type() else { continue };
+        for ancestor in parent.path.ancestors().skip(1) {
+            let Ok(cgroup) = File::open(ancestor) else { break };
+            let Ok(attached) = raw::attached(cgroup.as_fd(), attach_type, false) else { break };
+            if let (Some(program), 1) = (attached.programs.first(), attached.flags) {
+                let name = raw::program_name(*program).unwrap_or_default();
+                found.push(format!(
+                    "program {program} ({name}) on {} ({})",
+                    ancestor.display(),
+                    hook.label()
+                ));
+            }
+        }
+    }
+    found
+}
+
 /// Why a cgroup refused a program: EPERM mostly means that an ancestor has an exclusive one.
 pub fn explain_refusal(
     hook: Hook,

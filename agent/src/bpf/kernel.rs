@@ -15,7 +15,8 @@ use nobypass_common::abi::Config;
 
 use super::OBJECT;
 use super::attach::{
-    attach_program, attach_tracepoint, check_not_stacked, explain_refusal, load_program, pin_link, program_fd,
+    attach_program, attach_tracepoint, check_not_stacked, explain_refusal, load_program, overridden,
+    pin_link, program_fd,
 };
 use super::carry::{Older, Taken, give_back};
 use super::error::{BpfError, Chain};
@@ -171,6 +172,11 @@ impl Kernel {
     /// Whether the maps of an earlier agent were taken over.
     pub const fn adopted(&self) -> bool {
         self.adopted
+    }
+
+    /// Programs of others that ours keep from running for pods.
+    pub fn overridden(&self) -> Vec<String> {
+        self.parents.iter().flat_map(overridden).collect()
     }
 
     /// Where the programs are attached.

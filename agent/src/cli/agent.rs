@@ -10,7 +10,7 @@ use crate::config::Config;
 pub struct Args {
     #[command(flatten)]
     config: Config,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "CNI configuration")]
     cni: HalfArgs,
 }
 

@@ -20,7 +20,6 @@ use crate::cni::listing;
 
 /// `nobypass cni`.
 #[derive(Debug, Args)]
-#[command(after_help = super::exit::HELP)]
 pub struct Cni {
     #[command(subcommand)]
     command: Command,
@@ -28,14 +27,17 @@ pub struct Cni {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show each CNI config: is it the active one, does it carry the mesh's entry; exit code 1 when new pods would
-    /// start without it
+    /// Show each CNI config: is it the active one, does it carry the mesh's entry
+    #[command(after_help = super::exit::CNI_STATUS)]
     Status(status::Status),
     /// Show as a diff what would be written; writes nothing
+    #[command(after_help = super::exit::CNI_PLAN)]
     Plan(plan::Args),
     /// Keep the mesh's entry in every config of this node, and nothing else: no cluster and no eBPF needed
+    #[command(after_help = super::exit::CNI_RUN)]
     Run(run::Run),
     /// Take the entry, then the kubeconfig and the plugin binary off this node
+    #[command(after_help = super::exit::CNI_UNINSTALL)]
     Uninstall(uninstall::Uninstall),
 }
 
@@ -63,8 +65,8 @@ struct Which {
 enum Format {
     /// For people
     #[default]
-    Text,
-    /// For machines
+    Table,
+    /// For machines (see deploy/json.md)
     Json,
 }
 

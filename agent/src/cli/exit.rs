@@ -13,6 +13,97 @@ Exit codes:
   77  missing permission
   95  validate: connections of this pod are not redirected";
 
+/// Shown under the `--help` of single commands: what its codes mean. Wrong arguments are 64 everywhere.
+pub const AGENT: &str = "\
+Exit codes:
+  0   told to stop
+  1   something failed while it ran; the last line says what
+  64  wrong arguments, environment, policy or profile
+  69  no cgroup v2, BPF file system or kernel support; see `nobypass preflight`
+  77  a capability is missing";
+pub const STATUS: &str = "\
+Exit codes:
+  0   shown, also without an agent, from what it left in the kernel
+  69  no agent runs, and none has left anything";
+pub const EVENTS: &str = "\
+Exit codes:
+  0   an event was shown, or the reader of the output is gone
+  1   the agent stopped
+  69  no agent runs";
+pub const EXPLAIN: &str = "\
+Exit codes:
+  0   explained, also without an agent, as far as the kernel knows
+  1   there is no such pod on this node
+  69  no agent runs, and none has left anything
+
+Example:
+  nobypass explain shop/cart-0";
+pub const MODE: &str = "\
+Exit codes:
+  0   shown or changed, also without an agent
+  1   the agent refused
+  69  no agent runs, and none has left anything";
+pub const PREFLIGHT: &str = "\
+Exit codes:
+  0   the agent can run here; what it would do without is a warning
+  69  something vital is missing";
+pub const PROBE: &str = "\
+Exit codes:
+  0   each family that the mesh redirects is redirected, or has no route
+  1   one is not, or could not be asked
+  69  no agent runs
+
+Example:
+  nobypass probe shop/cart-0";
+pub const CLEANUP: &str = "\
+Exit codes:
+  0   nothing of nobypass is left in the kernel
+  1   an agent runs: stop it first; or a node could not be written
+  69  the directory is not on a BPF file system";
+pub const VALIDATE: &str = "\
+Exit codes:
+  0   redirected
+  1   the port is taken, so nothing could be tried
+  95  not redirected
+
+Example, of a Linkerd pod's init container:
+  nobypass validate --port 4140 --families ipv4";
+pub const MAN: &str = "\
+Exit codes:
+  0   written
+  64  there is no such directory";
+pub const CNI_STATUS: &str = "\
+Exit codes:
+  0   new pods start with the mesh's plugin
+  1   they would start without it
+  69  there is no such directory
+  77  it may not be read";
+pub const CNI_PLAN: &str = "\
+Exit codes:
+  0   shown
+  64  the mesh's entry is not known
+  69  there is no such directory
+  77  it may not be read";
+pub const CNI_RUN: &str = "\
+Exit codes:
+  0   told to stop
+  1   something failed while it ran; the last line says what
+  64  wrong arguments, environment or entry";
+pub const CNI_UNINSTALL: &str = "\
+Exit codes:
+  0   everything is off this node
+  1   something remains; it says what
+  64  which entry is not known";
+pub const CHECK: &str = "\
+Exit codes:
+  0   all files are valid
+  1   one is not
+  64  one cannot be read";
+pub const SHOW: &str = "\
+Exit codes:
+  0   shown
+  69  no agent runs";
+
 /// How a sub-command ended. The numbers follow sysexits.h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]

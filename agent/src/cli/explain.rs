@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> Exit {
     };
     print(&match args.output {
         Format::Json => json(&explained),
-        Format::Table | Format::Wide => for_people(&explained),
+        Format::Table => for_people(&explained),
     })
 }
 

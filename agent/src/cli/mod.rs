@@ -26,6 +26,7 @@ use exit::Exit;
 /// Keeps service-mesh pods from talking around their proxy.
 #[derive(Debug, Parser)]
 #[command(name = "nobypass", version, max_term_width = 110, after_help = exit::HELP)]
+#[command(override_usage = "nobypass [COMMAND]")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -37,9 +38,7 @@ enum Format {
     /// For people
     #[default]
     Table,
-    /// For people with a wide terminal
-    Wide,
-    /// For machines
+    /// For machines (see deploy/json.md)
     Json,
 }
 
@@ -55,25 +54,33 @@ fn json<T: serde::Serialize>(value: &T) -> String {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the agent of this node
+    #[command(after_help = exit::AGENT)]
     Agent(Box<agent::Args>),
     /// Show this node's pods and what their connections do; this is what `nobypass` alone does too
+    #[command(after_help = exit::STATUS)]
     Status(status::Args),
     /// Show bypasses as they happen
+    #[command(after_help = exit::EVENTS)]
     Events(events::Args),
     /// Explain one pod: why its verdict is what it is, and what to do
+    #[command(after_help = exit::EXPLAIN)]
     Explain(explain::Args),
     /// Show or change what happens to a bypass: off, audit or enforce
+    #[command(after_help = exit::MODE)]
     Mode(mode::Args),
     /// Check a policy file, or show the policy of this node
     Policy(policy::Policy),
     /// Check what this node has and lacks, and say what to do
+    #[command(after_help = exit::PREFLIGHT)]
     Preflight(preflight::Args),
     /// Ask a pod's network whether a new connection would be redirected
+    #[command(after_help = exit::PROBE)]
     Probe(probe::Args),
     /// Ask pods' networks (run by the agent)
     #[command(name = crate::probe::helper::COMMAND, hide = true)]
     ProbeHelper(crate::probe::helper::Args),
     /// Detach the programs and remove the pins (an agent that ends leaves them in effect)
+    #[command(after_help = exit::CLEANUP)]
     Cleanup(cleanup::Args),
     /// Prove that the hooks see a connection (run by the agent)
     #[command(name = crate::bpf::selftest::CHILD, hide = true)]
@@ -81,10 +88,12 @@ enum Command {
     /// Look at, patch and clean up the node's CNI configuration
     Cni(cni::Cni),
     /// Prove from inside a pod that its connections are redirected (an init container; no privileges)
+    #[command(after_help = exit::VALIDATE)]
     Validate(validate::Args),
     /// Print a shell's completion script
     Completions(manual::Completions),
     /// Write the man pages into a directory
+    #[command(after_help = exit::MAN)]
     Man(manual::Man),
     /// Print the version
     Version,

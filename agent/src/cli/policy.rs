@@ -23,8 +23,10 @@ pub struct Policy {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Check policy files: one line a problem, with its place and what would be right
+    #[command(after_help = crate::cli::exit::CHECK)]
     Check(CheckArgs),
     /// Show what holds on this node
+    #[command(after_help = crate::cli::exit::SHOW)]
     Show(ShowArgs),
     /// Print the JSON schema of a policy, for editors
     Schema,
@@ -89,7 +91,7 @@ fn check(args: &CheckArgs) -> Exit {
     }
     let printed = match args.output {
         Format::Json => print(&json(&files)),
-        Format::Table | Format::Wide => print(&text),
+        Format::Table => print(&text),
     };
     match (printed, unreadable, invalid) {
         (Exit::Ok, true, _) => Exit::Usage,
@@ -105,7 +107,7 @@ fn show(args: &ShowArgs) -> Exit {
     };
     print(&match args.output {
         Format::Json => json(&shown),
-        Format::Table | Format::Wide => table(&shown),
+        Format::Table => table(&shown),
     })
 }
 

@@ -39,7 +39,7 @@ pub fn run(args: &Args) -> Exit {
     checks.extend(permissions::checks(&args.cluster));
     let text = match args.output {
         Format::Json => json(&checks),
-        Format::Table | Format::Wide => table(&checks),
+        Format::Table => table(&checks),
     };
     match print(&text) {
         Exit::Ok if checks.iter().any(|check| check.level == Level::Fail) => Exit::Unavailable,

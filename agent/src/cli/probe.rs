@@ -19,7 +19,7 @@ pub struct Args {
     /// The agent's socket
     #[arg(long, env = "NOBYPASS_SOCKET", value_name = "PATH", default_value = crate::server::DEFAULT_SOCKET)]
     socket: PathBuf,
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 }
@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Exit {
     };
     let text = match args.output {
         Format::Json => json(&value),
-        Format::Table | Format::Wide => {
+        Format::Table => {
             let mut table = Table::new(&["FAMILY", "MESHED", "ANSWER", "DETAIL"]);
             for family in &probe.families {
                 let due = if family.due { "yes" } else { "no" };

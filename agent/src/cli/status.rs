@@ -1,15 +1,29 @@
 //! `nobypass status`: from the agent, or from the pins when there is none.
 
+use std::io::{ErrorKind, IsTerminal as _, Write as _};
 use std::path::Path;
+use std::time::Duration;
 
 use hyper::Method;
 
 use crate::bpf::pins::PinDir;
 use crate::cli::client::{ClientError, Place, read, runtime, send};
 use crate::cli::exit::{Exit, fail, print};
+use crate::cli::json;
 use crate::cli::table::Table;
-use crate::cli::{Format, json};
 use crate::status::{FamilyStatus, PodStatus, Status, from_pins};
+
+/// How it is printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// For people
+    #[default]
+    Table,
+    /// For people with a wide terminal
+    Wide,
+    /// For machines (see deploy/json.md)
+    Json,
+}
 
 /// Arguments of `status`.
 #[derive(Debug, clap::Args)]
@@ -22,23 +36,59 @@ pub struct Args {
     /// Also pods that are not meshed
     #[arg(short, long)]
     all: bool,
+    /// Show it anew every so many seconds, 2 unless said otherwise
+    #[arg(short, long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2",
+        value_parser = clap::value_parser!(u32).range(1..=3600))]
+    watch: Option<u32>,
 }
 
 /// Shows this node's pods.
 pub fn run(args: &Args) -> Exit {
+    if let Some(seconds) = args.watch {
+        return watch(args, Duration::from_secs(seconds.into()));
+    }
+    match shown(args) {
+        Ok(text) => print(&text),
+        Err((exit, why)) => fail(exit, &why),
+    }
+}
+
+fn shown(args: &Args) -> Result<String, (Exit, String)> {
     let status = match ask(&args.place.socket) {
         Ok(status) => status,
-        Err(error) if error.is_absent() => match from_pins(&PinDir::new(&args.place.bpf_dir)) {
-            Ok(status) => status,
-            Err(pins) => return fail(pins.exit(), &format!("no agent runs, and {pins}")),
-        },
-        Err(error) => return fail(error.exit(), &error.to_string()),
+        Err(error) if error.is_absent() => from_pins(&PinDir::new(&args.place.bpf_dir))
+            .map_err(|pins| (pins.exit(), format!("no agent runs, and {pins}")))?,
+        Err(error) => return Err((error.exit(), error.to_string())),
     };
-    print(&match args.output {
+    Ok(match args.output {
         Format::Json => json(&status),
         Format::Table => text(&status, args.all, false),
         Format::Wide => text(&status, args.all, true),
     })
+}
+
+/// Shows it again and again, until interrupted or until nobody reads. An agent that is not there may come.
+fn watch(args: &Args, pause: Duration) -> Exit {
+    let clock = match runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(Exit::Failed, &format!("cannot start: {error}")),
+    };
+    let mut out = std::io::stdout();
+    let terminal = out.is_terminal();
+    loop {
+        let text = shown(args).unwrap_or_else(|(_, why)| format!("nobypass: {why}\n"));
+        let text = if terminal { over(&text) } else { text + "\n" };
+        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            Ok(()) => clock.block_on(async { tokio::time::sleep(pause).await }),
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => return Exit::Ok,
+            Err(error) => return fail(Exit::Failed, &format!("cannot write to standard output: {error}")),
+        }
+    }
+}
+
+/// What puts a text over what a terminal showed before, without a flicker (ECMA-48: CUP, EL, ED).
+fn over(text: &str) -> String {
+    format!("\x1b[H{}\x1b[J", text.replace('\n', "\x1b[K\n"))
 }
 
 fn ask(socket: &Path) -> Result<Status, ClientError> {

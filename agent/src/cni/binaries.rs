@@ -271,6 +271,7 @@ mod tests {
     }
 
     /// multus-cni#1221, #1445: "text file busy" when a plugin runs while its binary is replaced.
+    /// multus-cni#1445: the same.
     #[test]
     fn multus_cni_1221_replaces_a_running_binary() {
         let (source, target) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

@@ -380,6 +380,7 @@ mod tests {
     }
 
     /// linkerd2#12573, rke2#10271, amazon-vpc-cni-k8s#1831: a rotated token. linkerd2#4807: never half a file.
+    /// amazon-vpc-cni-k8s#1831, linkerd2#14643, #11478, istio#57438: a token that is not valid any more.
     #[tokio::test]
     async fn linkerd2_12573_follows_each_rotation() {
         let (volume, dir) = (Volume::new(), tempfile::tempdir().unwrap());

@@ -127,11 +127,10 @@ impl Tracker {
                 }
             }
             changed = true;
-            if let Some(state) = self.states.get_mut(id) {
-                if let Some(sign) = meshed_of(pod, &self.profiles).and_then(|meshed| validator(pod, &meshed))
-                {
-                    state.add(&sign);
-                }
+            if let Some(state) = self.states.get_mut(id)
+                && let Some(sign) = meshed_of(pod, &self.profiles).and_then(|meshed| validator(pod, &meshed))
+            {
+                state.add(&sign);
             }
             self.evaluate(*id);
         }

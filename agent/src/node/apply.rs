@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use futures_util::{Stream, StreamExt as _};
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, ListParams, Patch, PatchParams};
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::{self, Event, watcher};
 use tokio::sync::watch;
@@ -245,9 +245,13 @@ impl Applier {
         written
     }
 
-    /// Somebody else was faster: what there is now is asked for, not waited for.
+    /// Somebody else was faster: what there is now is asked for, not waited for. By a list, which the watch needs too: to get
+    /// is another permission.
     async fn refresh(&mut self) {
-        if let Ok(Ok(node)) = timeout(WRITE, self.api.get(&self.name)).await {
+        let one = ListParams::default().fields(&format!("metadata.name={}", self.name));
+        if let Ok(Ok(found)) = timeout(WRITE, self.api.list(&one)).await
+            && let Some(node) = found.items.into_iter().next()
+        {
             self.node = Some(node);
         }
     }

@@ -281,8 +281,12 @@ async fn a_taint_that_is_added_or_removed_while_we_patch_is_neither_lost_nor_bro
         ("removed", json!([foreign(), ours("NoSchedule")]), json!([ours("NoSchedule")]), json!([])),
         ("ours removed too", json!([foreign(), ours("NoSchedule")]), json!([foreign()]), json!([foreign()])),
     ] {
-        let running = Running::start(json!([]), outputs.clone(), closed()).await;
-        running.set_taints(before).await;
+        // As who may do what the chart grants, and no more.
+        let server = crate::server();
+        let admin = Admin::new(&server).await;
+        let wire = Wire::granted(&server, &admin, &[Feature::GateTaint]).await;
+        let name_of_node = node(&admin, before).await;
+        let running = Running::with(wire, admin, name_of_node, outputs.clone(), closed());
         let held = running.wire.hold("patch", "nodes");
         running.verdict.send_replace(open());
         let go = held.arrived().await;
@@ -294,6 +298,7 @@ async fn a_taint_that_is_added_or_removed_while_we_patch_is_neither_lost_nor_bro
         running.until(name, |node| taints_of(node) == after).await;
         running.wire.calm().await;
         assert_eq!(taints_of(&running.node().await), after, "{name}");
+        running.wire.was_never_refused();
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use nobypass::cluster::access::Feature;
 use nobypass::cluster::events::{self, Events};
 use nobypass::pods::PodUid;
 use nobypass::probe::Answer;
@@ -280,11 +281,14 @@ async fn only_the_pod_itself_is_labelled() {
 
 #[tokio::test]
 async fn an_event_comes_before_each_step() {
-    let world = World::new().await;
+    let mut world = World::new().await;
+    let features = [Feature::Events, Feature::PodLabel, Feature::Evict];
+    world.wire = Wire::granted(&world.server, &world.admin, &features).await;
     let mut running = Running::start(&world, all_on());
     let cart = world.owned("cart", "ReplicaSet").await;
     running.bypassing(&[&cart]);
     running.counted(Kind::Evict, End::Success, 1).await;
+    world.wire.was_never_refused();
     let expected = [
         "say Detecting",
         "patch pods/status",

@@ -13,6 +13,7 @@ use axum::http::{Request, Response};
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
 use kube::client::Body;
 use kube::core::{ApiResource, GroupVersionKind};
+use nobypass::cluster::access::{Feature, Permission};
 use nobypass_testkit::servers::Server;
 use nobypass_testkit::wait;
 use serde_json::{Value, json};
@@ -88,6 +89,26 @@ impl Wire {
         std::fs::write(file.path(), kubeconfig).unwrap();
         let inner = nobypass::cluster::connect(Some(file.path())).await.unwrap();
         Self { inner, sent: Arc::default(), holds: Arc::default() }
+    }
+
+    /// As who may do what the chart grants for these features, and no more; on the test server, as everybody.
+    pub async fn granted(server: &Server, admin: &Admin, features: &[Feature]) -> Self {
+        let needs = features.iter().flat_map(|feature| feature.needs());
+        let may: Vec<(&str, &str, String)> = needs
+            .map(|Permission(verb, group, of, sub)| {
+                (*verb, *group, if sub.is_empty() { (*of).to_owned() } else { format!("{of}/{sub}") })
+            })
+            .collect();
+        let may: Vec<(&str, &str, &str)> =
+            may.iter().map(|(verb, group, of)| (*verb, *group, of.as_str())).collect();
+        Self::with(&allowed_only(server, admin, &may, &[]).await).await
+    }
+
+    /// Whatever was asked for was allowed.
+    pub fn was_never_refused(&self) {
+        let refused: Vec<Sent> =
+            self.requests().into_iter().filter(|sent| sent.status == Some(403)).collect();
+        assert!(refused.is_empty(), "{refused:#?}");
     }
 
     pub fn client(&self) -> kube::Client {

@@ -180,7 +180,6 @@ impl Manifest {
             linux: Some(cri::LinuxContainerConfig {
                 security_context: Some(security),
                 resources: Some(self.resources()),
-                ..Default::default()
             }),
             ..Default::default()
         }

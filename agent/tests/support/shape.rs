@@ -7,6 +7,13 @@ use serde_json::Value;
 
 use super::yaml::repository;
 
+/// The commands that have a table.
+pub fn commands() -> BTreeSet<String> {
+    let text = fs::read_to_string(repository().join("deploy/json.md")).unwrap();
+    let names = text.lines().filter_map(|line| line.strip_prefix("## `nobypass ")?.strip_suffix(" -o json`"));
+    names.map(str::to_owned).collect()
+}
+
 /// The fields of one command's table, as they are written.
 fn table(command: &str) -> Vec<String> {
     let text = fs::read_to_string(repository().join("deploy/json.md")).unwrap();

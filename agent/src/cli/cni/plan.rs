@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(long, env = "NOBYPASS_CNI_KEEP_CONF")]
     cni_keep_conf: bool,
     /// Output format
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 }
 
@@ -58,7 +58,7 @@ pub fn run(args: &Args) -> Result<Exit, Failure> {
         .filter_map(|file| step(file, FileKind::of(&file.name)?, &listed, &wanted.entry, options))
         .collect();
     Ok(print(&match args.output {
-        Format::Text => printable(&as_text(&steps)),
+        Format::Table => printable(&as_text(&steps)),
         Format::Json => format!("{:#}\n", Value::from_iter(steps.iter().map(as_json))),
     }))
 }

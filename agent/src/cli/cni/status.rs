@@ -27,7 +27,7 @@ pub struct Status {
     #[arg(long, env = "NOBYPASS_SOCKET", value_name = "PATH", default_value = crate::server::DEFAULT_SOCKET)]
     socket: PathBuf,
     /// Output format
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 }
 
@@ -48,7 +48,7 @@ pub fn run(args: &Status) -> Result<Exit, Failure> {
             value["agent"] = agent.as_json();
             format!("{value:#}\n")
         }
-        Format::Text => printable(&as_text(&dir, &found, wanted.as_ref(), &agent)),
+        Format::Table => printable(&as_text(&dir, &found, wanted.as_ref(), &agent)),
     };
     match print(&text) {
         Exit::Ok if !found.protected() || agent.contradicts() => Ok(Exit::Failed),

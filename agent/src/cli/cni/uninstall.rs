@@ -31,7 +31,7 @@ pub struct Uninstall {
     #[arg(long, value_name = "NAME")]
     cni_kubeconfig: Option<OsString>,
     /// Output format
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 }
 
@@ -73,7 +73,7 @@ pub fn run(args: &Uninstall) -> Result<Exit, Failure> {
         error @ UninstallError::Busy { .. } => (Exit::Failed, error.to_string()),
     })?;
     let shown = match args.output {
-        Format::Text => printable(&as_text(&report)),
+        Format::Table => printable(&as_text(&report)),
         Format::Json => format!("{:#}\n", as_json(&report)),
     };
     match print(&shown) {

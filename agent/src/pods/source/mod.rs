@@ -31,7 +31,7 @@ pub enum PodUpdate {
 /// Waits until other facts are wanted; for ever once nobody can want any.
 async fn other_wanted(wanted: &mut watch::Receiver<Wanted>) {
     if wanted.changed().await.is_err() {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
