@@ -34,7 +34,7 @@ enum Run {
 
 type Variables = &'static [(&'static str, &'static str)];
 
-const BENCHES: [Bench; 10] = [
+const BENCHES: [Bench; 11] = [
     kernel(
         "first-packet",
         "connections out of brand-new pods, of 40,000",

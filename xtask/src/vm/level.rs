@@ -49,7 +49,8 @@ pub const CHOSEN: [&str; 10] = [
 ];
 
 /// Fewer repetitions than on real hardware, see `kernel_promises`: emulation is ten times slower.
-const FEWER: &str = "NOBYPASS_TEST_FIRST_PACKETS=500 NOBYPASS_TEST_FLOOD=3000";
+const FEWER: &str =
+    "NOBYPASS_TEST_FIRST_PACKETS=500 NOBYPASS_TEST_FLOOD=3000 NOBYPASS_TEST_PODS=500 NOBYPASS_TEST_CHURN=500";
 
 /// What redirect rules, conntrack, network devices and socket listings need. Others load them by name, on demand.
 const NETWORK: &[&str] = &[
@@ -201,7 +202,7 @@ mod tests {
         let script = Level::Object.script(&built("/t/a-1"), &["x y".into()]).unwrap();
         assert_eq!(
             script,
-            "export NOBYPASS_TEST_FIRST_PACKETS=500 NOBYPASS_TEST_FLOOD=3000\necho '== begin a'\n'/t/a-1' --test-threads=1 'x y'\necho \"== end a $?\"\necho '== done'\n"
+            "export NOBYPASS_TEST_FIRST_PACKETS=500 NOBYPASS_TEST_FLOOD=3000 NOBYPASS_TEST_PODS=500 NOBYPASS_TEST_CHURN=500\necho '== begin a'\n'/t/a-1' --test-threads=1 'x y'\necho \"== end a $?\"\necho '== done'\n"
         );
         assert!(Level::Object.script(&built("/it's"), &[]).is_err());
     }
