@@ -23,6 +23,7 @@ fn explained(rig: &Rig, view: &Arc<PodView>) -> Explanation {
         policy: &policy.effective,
         profiles: &policy.profiles,
         events: Vec::new(),
+        packet_sockets: vec![],
         lost_hooks: Vec::new(),
     };
     explain(&known, &Kernel::read(&rig.node.maps, rig.scene.id).unwrap())
