@@ -34,6 +34,6 @@ mod tests {
         assert_eq!(containers(&view, &[2, 3]), [Box::from("cgroup 2")]);
         view.containers = vec![(2, "app".into()), (3, "linkerd-proxy".into())];
         assert_eq!(containers(&view, &[2, 3, 4]), [Box::from("app")]);
-        assert_eq!(containers(&view, &[]), [Box::from(""); 0]);
+        assert!(containers(&view, &[]).is_empty());
     }
 }
