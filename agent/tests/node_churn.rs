@@ -9,7 +9,6 @@
     clippy::panic,
     clippy::expect_used,
     clippy::print_stdout,
-    clippy::print_stderr,
     reason = "tests stop at the first surprise, and a seed that failed is told"
 )]
 
@@ -316,7 +315,7 @@ fn whatever_comes_first_each_pod_ends_redirected_and_nothing_gets_past() {
     for seed in first..first + runs {
         let run = std::panic::AssertUnwindSafe(|| one(&node, &entry, seed, within));
         if let Err(panic) = std::panic::catch_unwind(run) {
-            eprintln!(
+            println!(
                 "seed {seed} failed: {:?}\nagain: NOBYPASS_TEST_CHURN_SEED={seed} NOBYPASS_TEST_CHURN_RUNS=1 \
                  NOBYPASS_TEST_CHURN_MS={within}",
                 Plan::new(seed, within)

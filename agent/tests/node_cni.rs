@@ -1,5 +1,6 @@
 //! The CNI half against a real container runtime: what it loads, when, and what pods get from it.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests stop at the first surprise")]
+#![expect(clippy::print_stderr, reason = "a test tells its figures")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -157,7 +157,7 @@ pub async fn uninstall(removal: &Removal) -> Result<Report, UninstallError> {
         tokio::time::sleep(removal.grace).await;
     }
     swapper.settle_all(&mut without, &mut |_, _| {});
-    (report.given_back, report.remaining) = remaining(removal, &state, &refused)?;
+    remaining(removal, &state, &refused, &mut report)?;
     report.cleaned.retain(|name| !report.given_back.contains(name));
     remove_files(removal, &mut report);
     if report.complete() {
@@ -298,16 +298,16 @@ fn restore_one(removal: &Removal, aside: &OsStr, original: &OsStr) -> io::Result
     Ok(true)
 }
 
-/// Configs that still name the plugin, anywhere, or that cannot be read; before them those which do since they have the
-/// entry of another writer again.
+/// Notes configs that still name the plugin, anywhere, or that cannot be read; apart from them those which have the entry
+/// of another writer again.
 fn remaining(
     removal: &Removal,
     state: &State,
     refused: &[(OsString, String)],
-) -> Result<(Vec<OsString>, Vec<(OsString, String)>), UninstallError> {
+    report: &mut Report,
+) -> Result<(), UninstallError> {
     let listed = listing::list(&removal.dir, &removal.host)
         .map_err(|source| UninstallError::Directory { path: removal.dir.clone(), source })?;
-    let (mut given_back, mut remaining) = (Vec::new(), Vec::new());
     for file in listed.into_iter().filter(|file| FileKind::of(&file.name).is_some()) {
         let why = match &file.content {
             Err(Refusal::Symlink) => continue, // no runtime can load it either, or it is another directory's
@@ -319,16 +319,16 @@ fn remaining(
                     continue;
                 }
                 if has_its_own_again(&file.name, bytes, plugin, state) {
-                    given_back.push(file.name);
+                    report.given_back.push(file.name);
                     continue;
                 }
                 let why = refused.iter().find(|(name, _)| *name == file.name).map(|(_, why)| why.clone());
                 why.unwrap_or_else(|| format!("it names {plugin} in an entry that nobypass did not write"))
             }
         };
-        remaining.push((file.name, why));
+        report.remaining.push((file.name, why));
     }
-    Ok((given_back, remaining))
+    Ok(())
 }
 
 fn has_its_own_again(name: &OsStr, bytes: &[u8], plugin: &str, state: &State) -> bool {

@@ -154,7 +154,7 @@ impl Scene<'_> {
                 until(async || evict(&self.client, &pod).await == Evicted::Done).await;
             }
             Feature::GateCondition => {
-                self.keeps_node(Outputs { condition: true, ..Outputs::default() }).await
+                self.keeps_node(Outputs { condition: true, ..Outputs::default() }).await;
             }
             Feature::GateLabel => self.keeps_node(Outputs { label: true, ..Outputs::default() }).await,
             Feature::GateTaint => {

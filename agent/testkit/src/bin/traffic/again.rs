@@ -24,7 +24,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
     let cpu = sys::cpu_time();
     let (mut succeeded, mut failed_again) = (false, 0_u64);
     for _ in 0..total {
-        std::thread::sleep(pause);
+        sys::sleep(pause);
         let start = Instant::now();
         let end = match connect(target, o.flag("nonblock"), limit) {
             Ok(()) => "ok".to_owned(),

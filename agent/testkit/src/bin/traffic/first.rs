@@ -56,7 +56,7 @@ pub fn run(target: SocketAddr, o: &Options) -> Result<String, String> {
         other => return Err(format!("--enter procs or clone3, not {other}")),
     };
     let random = fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(|e| e.to_string())?;
-    let prefix = o.text("prefix").or(random.get(..24)).ok_or("short UUID")?;
+    let prefix = o.text("prefix").or_else(|| random.get(..24)).ok_or("short UUID")?;
     let (times, time) = pipe().map_err(|error| error.to_string())?;
     let count = o.number("count")?.unwrap_or(1);
     let plan = Plan {
