@@ -165,7 +165,7 @@ fn every_help_exits_0_shows_every_flag_with_its_variable_and_the_exit_codes_are_
         let Said { code, out, err } = run(&[command, "--help"]);
         assert_eq!((code, err.as_str()), (Some(0), ""), "{command}");
         let (flags, variables) = flags_and_variables(&out);
-        let without: BTreeSet<&str> = ["help", "output", "follow", "all", "watch"].into();
+        let without: BTreeSet<&str> = ["help", "output", "follow", "all", "watch", "node"].into();
         let expected: BTreeSet<String> = flags
             .iter()
             .filter(|flag| !without.contains(flag.as_str()))

@@ -124,10 +124,11 @@ impl Scene<'_> {
                 if !refused.is_empty() {
                     return refused;
                 }
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                // Each look reads the whole log.
+                tokio::time::sleep(Duration::from_millis(200)).await;
             }
         };
-        let works = tokio::time::timeout(wait::HANG, self.use_it(feature));
+        let works = tokio::time::timeout(wait::LONG, self.use_it(feature));
         tokio::select! {
             refused = refused => return Err(refused),
             done = works => assert!(done.is_ok(), "{feature:?}: neither done nor refused"),
