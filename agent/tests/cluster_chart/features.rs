@@ -178,6 +178,14 @@ impl Scene<'_> {
     }
 
     async fn follows_pods(&self) {
+        let namespaces = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": {} });
+        let label = async |mode: Option<&str>| {
+            let patch = Patch::Merge(json!({ "metadata": { "labels": { "nobypass.dev/mode": mode } } }));
+            let namespaces = api(self.admin, &namespaces);
+            namespaces.patch(self.namespace, &PatchParams::default(), &patch).await.unwrap();
+        };
+        // One that was refused in the middle left it.
+        label(None).await;
         let node = self.node().await;
         let first = self.pod(&node, &Server::unique("pod")).await;
         let key = "nobypass.dev/mode";
@@ -196,12 +204,8 @@ impl Scene<'_> {
         updates(&first.name, None).await;
         let second = self.pod(&node, &Server::unique("pod")).await;
         updates(&second.name, None).await;
-        let namespaces = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": {} });
         for mode in [Some("enforce"), None] {
-            let patch = json!({ "metadata": { "labels": { key: mode } } });
-            let patch = Patch::Merge(patch);
-            let namespaces = api(self.admin, &namespaces);
-            namespaces.patch(self.namespace, &PatchParams::default(), &patch).await.unwrap();
+            label(mode).await;
             updates(&second.name, mode).await;
         }
     }
