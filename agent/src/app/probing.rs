@@ -132,11 +132,16 @@ impl State {
         let live: BTreeSet<u64> = snapshot.pods.values().filter(asked).map(|view| view.cgroup).collect();
         let now = Instant::now();
         self.schedule.keep(&live, now);
-        for cgroup in live.iter().filter(|cgroup| {
-            let views = [&self.pods, &snapshot.pods].map(|pods| pods.get(*cgroup));
-            !matches!(views, [Some(before), Some(now)] if Arc::ptr_eq(before, now))
-        }) {
-            self.schedule.changed(*cgroup, now);
+        for cgroup in &live {
+            let [Some(before), Some(view)] = [&self.pods, &snapshot.pods].map(|pods| pods.get(cgroup)) else {
+                continue;
+            };
+            if before.containers != view.containers {
+                // What they may do is looked at with the question.
+                self.schedule.soon(*cgroup, now);
+            } else if !Arc::ptr_eq(before, view) {
+                self.schedule.changed(*cgroup, now);
+            }
         }
         self.pods = Arc::clone(&snapshot.pods);
         packet::keep(&self.with, &live, snapshot);

@@ -15,10 +15,11 @@ pub type PacketSockets = Arc<BTreeMap<u64, Vec<Box<str>>>>;
 pub fn containers(view: &PodView, found: &[u64]) -> Vec<Box<str>> {
     let known = view.containers.iter().filter(|(id, _)| found.contains(id) && *id != view.proxy_cgroup);
     let names: Vec<Box<str>> = known.map(|(_, name)| name.clone()).collect();
-    if !view.containers.is_empty() {
+    // Of a pod that a source tells of, a cgroup without a name is its sandbox's, or of a container that is told of in a
+    // moment.
+    if view.facts.is_some() || !view.containers.is_empty() {
         return names;
     }
-    // An agent that has not heard of its containers yet.
     found.iter().filter(|id| **id != view.proxy_cgroup).map(|id| format!("cgroup {id}").into()).collect()
 }
 
@@ -31,7 +32,9 @@ mod tests {
     fn the_proxy_and_the_sandbox_are_not_named() {
         let uid = PodUid::parse("2c48913c-b29f-11e7-9350-020968147796").unwrap();
         let mut view = PodView { proxy_cgroup: 3, ..PodView::unknown(uid, 1) };
-        assert_eq!(containers(&view, &[2, 3]), [Box::from("cgroup 2")]);
+        assert_eq!(containers(&view, &[2, 3]), [Box::from("cgroup 2")], "remembered, and not told of yet");
+        let told = PodView { facts: Some(Arc::default()), ..view.clone() };
+        assert!(containers(&told, &[2, 3]).is_empty(), "the sandbox's pause container has NET_RAW everywhere");
         view.containers = vec![(2, "app".into()), (3, "linkerd-proxy".into())];
         assert_eq!(containers(&view, &[2, 3, 4]), [Box::from("app")]);
         assert!(containers(&view, &[]).is_empty());

@@ -124,10 +124,11 @@ impl Scene<'_> {
                 if !refused.is_empty() {
                     return refused;
                 }
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                // Each look reads the whole log.
+                tokio::time::sleep(Duration::from_millis(200)).await;
             }
         };
-        let works = tokio::time::timeout(wait::HANG, self.use_it(feature));
+        let works = tokio::time::timeout(wait::LONG, self.use_it(feature));
         tokio::select! {
             refused = refused => return Err(refused),
             done = works => assert!(done.is_ok(), "{feature:?}: neither done nor refused"),
@@ -177,6 +178,14 @@ impl Scene<'_> {
     }
 
     async fn follows_pods(&self) {
+        let namespaces = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": {} });
+        let label = async |mode: Option<&str>| {
+            let patch = Patch::Merge(json!({ "metadata": { "labels": { "nobypass.dev/mode": mode } } }));
+            let namespaces = api(self.admin, &namespaces);
+            namespaces.patch(self.namespace, &PatchParams::default(), &patch).await.unwrap();
+        };
+        // One that was refused in the middle left it.
+        label(None).await;
         let node = self.node().await;
         let first = self.pod(&node, &Server::unique("pod")).await;
         let key = "nobypass.dev/mode";
@@ -195,12 +204,8 @@ impl Scene<'_> {
         updates(&first.name, None).await;
         let second = self.pod(&node, &Server::unique("pod")).await;
         updates(&second.name, None).await;
-        let namespaces = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": {} });
         for mode in [Some("enforce"), None] {
-            let patch = json!({ "metadata": { "labels": { key: mode } } });
-            let patch = Patch::Merge(patch);
-            let namespaces = api(self.admin, &namespaces);
-            namespaces.patch(self.namespace, &PatchParams::default(), &patch).await.unwrap();
+            label(mode).await;
             updates(&second.name, mode).await;
         }
     }
