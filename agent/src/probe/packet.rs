@@ -27,14 +27,19 @@ pub fn containers(view: &PodView, found: &[u64]) -> Vec<Box<str>> {
 mod tests {
     use super::*;
     use crate::pods::PodUid;
+    use crate::pods::model::PodFacts;
 
     #[test]
     fn the_proxy_and_the_sandbox_are_not_named() {
         let uid = PodUid::parse("2c48913c-b29f-11e7-9350-020968147796").unwrap();
         let mut view = PodView { proxy_cgroup: 3, ..PodView::unknown(uid, 1) };
         assert_eq!(containers(&view, &[2, 3]), [Box::from("cgroup 2")], "remembered, and not told of yet");
-        let told = PodView { facts: Some(Arc::default()), ..view.clone() };
-        assert!(containers(&told, &[2, 3]).is_empty(), "the sandbox's pause container has NET_RAW everywhere");
+        let facts = Arc::new(PodFacts::new(uid, "shop", "cart"));
+        let told = PodView { facts: Some(facts), ..view.clone() };
+        assert!(
+            containers(&told, &[2, 3]).is_empty(),
+            "the sandbox's pause container has NET_RAW everywhere"
+        );
         view.containers = vec![(2, "app".into()), (3, "linkerd-proxy".into())];
         assert_eq!(containers(&view, &[2, 3, 4]), [Box::from("app")]);
         assert!(containers(&view, &[]).is_empty());
