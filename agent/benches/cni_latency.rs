@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nobypass_testkit::figures::Figure;
 use rustix::fs::inotify;
 
 const ENTRY: &str = r#"{"name":"linkerd-cni","type":"linkerd-cni","log_level":"info","kubernetes":{"kubeconfig":"__KUBECONFIG_FILEPATH__"},"linkerd":{"incoming-proxy-port":4143,"outgoing-proxy-port":4140,"proxy-uid":2102,"ports-to-redirect":[],"inbound-ports-to-ignore":["4191","4190"],"simulate":false,"use-wait-flag":false,"iptables-mode":"nft","ipv6":false}}"#;
@@ -348,8 +349,49 @@ struct Row {
     last: Option<f64>,
 }
 
-fn measure(name: &str, setup: &str, command: &str, files: usize) -> Vec<Row> {
+/// KiB resident, and of that its own.
+type Memory = (u64, u64);
+
+/// The most that may be resident, KiB, and the most CPU time a file, ms.
+const PROMISE: (u64, f64) = (5_000, 1.0);
+
+/// What the README's table says.
+fn tell(own: &[Row], other: Option<&[Row]>, [idle, after]: [Memory; 2]) {
+    for (n, row) in own.iter().enumerate() {
+        let Ok(figures) = &row.figures else { continue };
+        let pair = |figures: &Figures| {
+            format!("p50 {:.2} ms, p99 {:.2} ms", figures.quantile(0.5), figures.quantile(0.99))
+        };
+        let cpu = figures.cpu_ms / figures.files as f64;
+        let mut text = format!(
+            "{}; {cpu:.2} ms CPU and {:.1} writes a file",
+            pair(figures),
+            figures.writes as f64 / figures.files as f64
+        );
+        let mut kept = cpu <= PROMISE.1;
+        match other.and_then(|other| other.get(n)).map(|row| &row.figures) {
+            Some(Ok(theirs)) => {
+                text += &format!("; the other installer {}", pair(theirs));
+                kept &= [0.5, 0.99].iter().all(|q| figures.quantile(*q) <= theirs.quantile(*q));
+            }
+            Some(Err(why)) => text += &format!("; the other installer: {why}"),
+            None => {}
+        }
+        let what = format!("another writer's change → patched, fsync included: {}", row.what);
+        let promise = format!("≤ {} ms CPU a file; not above the other installer", PROMISE.1);
+        let _ = Figure::new(what, text).promised(promise, kept).tell().unwrap();
+    }
+    let mb = |kib: u64| kib as f64 * 1.024 / 1000.0;
+    let show = |(rss, anon)| format!("{:.1} MB, of which its own {:.1} MB", mb(rss), mb(anon));
+    let text = format!("{}; after all files {}", show(idle), show(after));
+    let promise = format!("≤ {} MB", PROMISE.0 / 1000);
+    let kept = mb(idle.0) <= 5.0 && mb(after.0) <= 5.0;
+    let _ = Figure::new("`nobypass cni run` alone, resident, idle", text).promised(promise, kept).tell().unwrap();
+}
+
+fn measure(name: &str, setup: &str, command: &str, files: usize) -> (Vec<Row>, [Memory; 2]) {
     let mut rows = Vec::new();
+    let mut memory = Vec::new();
     for (what, style) in [("rename", Style::Rename), ("in place", Style::InPlace)] {
         let installer = Installer::start(name, setup, command);
         let idle = installer.memory();
@@ -357,6 +399,7 @@ fn measure(name: &str, setup: &str, command: &str, files: usize) -> Vec<Row> {
         if what == "rename" {
             for (when, (rss, pss, anon)) in [("idle", idle), ("after the files", installer.memory())] {
                 println!("{name:<10} memory {when}: RSS {rss} KiB, PSS {pss} KiB, anonymous {anon} KiB");
+                memory.push((rss, anon));
             }
         }
     }
@@ -382,7 +425,7 @@ fn measure(name: &str, setup: &str, command: &str, files: usize) -> Vec<Row> {
             Err(why) => println!("{name:<10} {what:<12} FAILED: {why}"),
         }
     }
-    rows
+    (rows, [memory[0], memory[1]])
 }
 
 fn main() {
@@ -393,11 +436,15 @@ fn main() {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse().ok());
     let files = number("NOBYPASS_BENCH_FILES").unwrap_or(200);
     let program = Program::copy();
-    let own = measure("nobypass", "", &format!("{} cni run", program.0.display()), files);
-    let Ok(peer) = std::env::var("NOBYPASS_BENCH_PEER") else { return };
+    let (own, memory) = measure("nobypass", "", &format!("{} cni run", program.0.display()), files);
+    let Ok(peer) = std::env::var("NOBYPASS_BENCH_PEER") else {
+        tell(&own, None, memory);
+        return;
+    };
     let setup =
         std::env::var("NOBYPASS_BENCH_PEER_SETUP").map(|setup| format!("{setup} &&")).unwrap_or_default();
-    let other = measure("peer", &setup, &peer, files);
+    let (other, _) = measure("peer", &setup, &peer, files);
+    tell(&own, Some(&other), memory);
     for (own, other) in own.iter().zip(&other) {
         if let (Ok(ours), Ok(theirs)) = (&own.figures, &other.figures) {
             let ratio = |q| theirs.quantile(q) / ours.quantile(q);
