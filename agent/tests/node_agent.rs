@@ -297,7 +297,7 @@ fn keys(value: &Value, at: &str, into: &mut BTreeSet<String>) {
 fn status_is_a_contract() {
     const KEYS: &str = "agent.last_seen_seconds agent.notes agent.pending agent.running agent.version hooks[].effective hooks[].hook \
         hooks[].reason mode mode_source pods[].bypasses pods[].cgroup pods[].counters pods[].dropped pods[].kind pods[].mesh pods[].mode pods[].mode_level \
-        pods[].name pods[].namespace pods[].problems pods[].proxy_cgroup pods[].reason pods[].uid pods[].v4.last_bypass_seconds \
+        pods[].name pods[].namespace pods[].packet_sockets pods[].problems pods[].proxy_cgroup pods[].reason pods[].uid pods[].v4.last_bypass_seconds \
         pods[].v4.last_redirect_seconds pods[].v4.reason pods[].v4.since_seconds pods[].v4.verdict pods[].v6.last_bypass_seconds \
         pods[].v6.last_redirect_seconds pods[].v6.reason pods[].v6.since_seconds pods[].v6.verdict pods[].verdict totals unknown_pods";
     let node = node();
