@@ -386,7 +386,8 @@ fn tell(own: &[Row], other: Option<&[Row]>, [idle, after]: [Memory; 2]) {
     let text = format!("{}; after all files {}", show(idle), show(after));
     let promise = format!("≤ {} MB", PROMISE.0 / 1000);
     let kept = mb(idle.0) <= 5.0 && mb(after.0) <= 5.0;
-    let _ = Figure::new("`nobypass cni run` alone, resident, idle", text).promised(promise, kept).tell().unwrap();
+    let _ =
+        Figure::new("`nobypass cni run` alone, resident, idle", text).promised(promise, kept).tell().unwrap();
 }
 
 fn measure(name: &str, setup: &str, command: &str, files: usize) -> (Vec<Row>, [Memory; 2]) {

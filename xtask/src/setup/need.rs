@@ -350,7 +350,8 @@ mod tests {
         let tools = [Need::RustSrc, Need::BpfLinker, Need::Rustfmt, Need::Clippy];
         assert_eq!(
             only(&["tools"]),
-            [&tools[..], RUNTIMES, &[Need::Helm, Need::KubernetesValidate, Need::Etcd, Need::KubeApiserver]].concat()
+            [&tools[..], RUNTIMES, &[Need::Helm, Need::KubernetesValidate, Need::Etcd, Need::KubeApiserver]]
+                .concat()
         );
         assert_eq!(only(&["tools", "packages"]).len(), TABLE.len());
     }
