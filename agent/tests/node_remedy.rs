@@ -287,6 +287,10 @@ fn many_pods_that_started_before_the_plugin_are_all_repaired() {
     // Rate and order: how many, how long each took, and that each was said before it was done.
     assert_eq!(metrics.sum("remedy_repair_duration_seconds_count", &[]), all);
     assert_eq!(repairs(&metrics, "rate_limited") + repairs(&metrics, "paused"), 0, "{metrics:?}");
+    agent.until("nobody who waits", |agent| {
+        let at = |stage| agent.metrics().sum("remedy_pods", &[("stage", stage)]);
+        (at("waiting") + at("repairing") + at("evicting") + at("helpless") == 0).then_some(())
+    });
     let log = agent.log();
     let place =
         |words: &[&str]| log.lines().position(|line| words.iter().all(|word| line.contains(word))).unwrap();

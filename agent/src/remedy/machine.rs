@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 pub use super::action::{Action, Saying, Task};
 use super::budget::{Breaker, Bucket, Pauses, back_off, jitter};
-use super::metrics::{End, Kind, Metrics};
+use super::metrics::{End, Kind, Metrics, Stage};
 use super::policy::{Remedies, Step};
 use super::subject::{Evicted, Inspected, Outcome, Owner, Pod, Repaired, Seen, Subject, Workload};
 use crate::pods::PodUid;
@@ -53,6 +53,17 @@ enum Phase {
 }
 
 impl Phase {
+    fn stage(&self) -> Stage {
+        match self {
+            Self::New | Self::Announced(_) | Self::Later(..) => Stage::Waiting,
+            Self::Repairing => Stage::Repairing,
+            Self::Inspecting | Self::Evicting(_) => Stage::Evicting,
+            Self::Healed(_) => Stage::Healed,
+            Self::Leaving => Stage::Leaving,
+            Self::Over => Stage::Helpless,
+        }
+    }
+
     fn is_busy(&self) -> bool {
         matches!(self, Self::Repairing | Self::Inspecting | Self::Evicting(_))
     }
@@ -137,8 +148,7 @@ impl Machine {
         // What is under way is waited for.
         self.cases.extend(before.into_iter().filter(|(_, case)| case.phase.is_busy()));
         self.act(now);
-        let helpless = self.cases.values().filter(|case| case.phase == Phase::Over).count();
-        self.metrics.helpless.set(i64::try_from(helpless).unwrap_or(i64::MAX));
+        self.metrics.show(self.cases.values().map(|case| case.phase.stage()));
         self.metrics.paused.set(i64::from(self.breaker.is_open()));
         let tasks = self.cases.values_mut().filter(|case| !case.queue.is_empty());
         let tasks =

@@ -105,6 +105,48 @@ impl End {
     }
 }
 
+/// How far the remedies of a pod are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// For its grace, the gate, a budget or its next try.
+    Waiting,
+    /// The plugin runs, or the probe that proves it.
+    Repairing,
+    /// Its owner is looked up, or it is being evicted.
+    Evicting,
+    /// Redirected again since a moment.
+    Healed,
+    /// Evicted, or gone.
+    Leaving,
+    /// No remedy is left.
+    Helpless,
+}
+
+impl Stage {
+    /// All values.
+    pub const ALL: [Self; 6] =
+        [Self::Waiting, Self::Repairing, Self::Evicting, Self::Healed, Self::Leaving, Self::Helpless];
+
+    /// Label in metrics.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Repairing => "repairing",
+            Self::Evicting => "evicting",
+            Self::Healed => "healed",
+            Self::Leaving => "leaving",
+            Self::Helpless => "helpless",
+        }
+    }
+}
+
+/// Label of [`Metrics::pods`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct StageLabel {
+    /// See [`Stage`].
+    pub stage: &'static str,
+}
+
 /// Labels of [`Metrics::actions`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Labels {
@@ -121,8 +163,8 @@ pub struct Metrics {
     pub actions: Family<Labels, Counter>,
     /// From the start of a repair to its proof.
     pub repair_time: Histogram,
-    /// Pods that bypass and for which nothing more can be done.
-    pub helpless: Gauge,
+    /// Pods that bypass, or did a moment ago, by how far remedies are.
+    pub pods: Family<StageLabel, Gauge>,
     /// 1 while repairs are paused because the plugin keeps failing.
     pub paused: Gauge,
 }
@@ -132,9 +174,10 @@ impl Default for Metrics {
         let metrics = Self {
             actions: Family::default(),
             repair_time: Histogram::new(REPAIR_TIME),
-            helpless: Gauge::default(),
+            pods: Family::default(),
             paused: Gauge::default(),
         };
+        metrics.show([]);
         for kind in Kind::ALL {
             for end in
                 [End::Success, End::Failed, End::Timeout, End::Unproven, End::Impossible, End::Forbidden]
@@ -149,7 +192,7 @@ impl Default for Metrics {
 impl Metrics {
     /// Adds them to a registry, which gives the prefix.
     pub fn register(&self, registry: &mut Registry) {
-        let Self { actions, repair_time, helpless, paused } = self.clone();
+        let Self { actions, repair_time, pods, paused } = self.clone();
         registry.register("remedy_actions", "Remedies for bypassing pods, by how they ended", actions);
         registry.register_with_unit(
             "remedy_repair_duration",
@@ -157,12 +200,27 @@ impl Metrics {
             Unit::Seconds,
             repair_time,
         );
-        registry.register("remedy_helpless_pods", "Bypassing pods for which no remedy is left", helpless);
+        registry.register(
+            "remedy_pods",
+            "Pods that bypass, or did a moment ago, by how far their remedies are",
+            pods,
+        );
         registry.register(
             "remedy_paused",
             "1 while repairs and evictions are paused because the mesh's plugin keeps failing",
             paused,
         );
+    }
+
+    /// How far the remedies of all pods are now.
+    pub fn show(&self, stages: impl IntoIterator<Item = Stage>) {
+        let mut counts = Stage::ALL.map(|stage| (stage, 0));
+        for stage in stages {
+            counts.iter_mut().filter(|(of, _)| *of == stage).for_each(|(_, count)| *count += 1);
+        }
+        for (stage, count) in counts {
+            self.pods.get_or_create(&StageLabel { stage: stage.label() }).set(count);
+        }
     }
 
     /// Counts one.

@@ -2,6 +2,7 @@
 
 mod world;
 
+use super::super::metrics::StageLabel;
 use super::*;
 use world::{ANNOUNCED, World};
 
@@ -360,15 +361,46 @@ fn a_flapping_gate_is_no_storm() {
     assert!(world.metrics.counted(Kind::Repair, End::GateClosed) <= 200);
 }
 
+/// How many pods are at which stage, those of none left out.
+fn stages(world: &World) -> String {
+    let stages = Stage::ALL.map(|stage| {
+        let label = StageLabel { stage: stage.label() };
+        (label.stage, world.metrics.pods.get(&label).map_or(-1, |count| count.get()))
+    });
+    let some = stages.into_iter().filter(|(_, count)| *count != 0);
+    some.map(|(stage, count)| format!("{stage}={count}")).collect::<Vec<_>>().join(" ")
+}
+
+/// A mass start, as the metrics show it: who waits, and whose turn it is.
+#[test]
+fn pods_that_wait_for_their_turn_are_counted() {
+    let mut world = World::new(all_on(), 30);
+    assert_eq!(stages(&world), "");
+    world.gate_open = false;
+    world.settle();
+    assert_eq!(stages(&world), "waiting=30");
+    world.gate_open = true;
+    let (tasks, _) = world.machine.tick(&world.subjects, true, world.now);
+    let turns = tasks.iter().filter(|task| task.actions.contains(&Action::Repair)).count();
+    let waiting = 30 - turns;
+    let expected = if waiting > 0 {
+        format!("waiting={waiting} repairing={turns}")
+    } else {
+        format!("repairing={turns}")
+    };
+    assert!(turns > 0);
+    assert_eq!(stages(&world), expected);
+}
+
 #[test]
 fn other_limits_take_up_what_was_given_up() {
     let mut world = World::new(Remedies { repair: Step::DryRun, ..all_on() }, 1);
     assert_eq!(world.at_once(), "say detected, label, say wouldrepair");
-    assert_eq!(world.metrics.helpless.get(), 1);
+    assert_eq!(stages(&world), "helpless=1");
     world.repair = Repaired::Proven { took: S };
     world.machine.set_limits(all_on(), world.now);
     assert_eq!(world.at_once(), "say repairing, repair, say repaired, unlabel");
-    assert_eq!(world.metrics.helpless.get(), 0);
+    assert_eq!(stages(&world), "healed=1");
 }
 
 #[test]
