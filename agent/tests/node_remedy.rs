@@ -260,6 +260,28 @@ fn a_plugin_that_fails_or_hangs_is_reported_and_leads_on() {
     node.stop().unwrap();
 }
 
+/// The entry is there before the binary, as when the agent is faster than the mesh's installer. Evicting would not help.
+#[test]
+fn a_plugin_that_is_installed_late_repairs_the_pod_then() {
+    let node = node();
+    let pod = unprotected(&node, "patient");
+    proxy_is_up(&node, &pod);
+    let (plugin, aside) = (node.cni_bin_dir().join("linkerd-cni"), node.cni_bin_dir().join("aside"));
+    fs::rename(&plugin, &aside).unwrap();
+    let agent = repairing(&node, &node.mesh_entry());
+    assert_eq!(connect(&node, &pod, "app").saw(), "plain");
+    agent.line(&["remedy", "pod=patient", "RepairFailed", "linkerd-cni is not in"]);
+    agent.until("the wait", |agent| (repairs(&agent.metrics(), "not_ready") == 1).then_some(()));
+    fs::rename(&aside, &plugin).unwrap();
+    agent.until("redirection", |_| (connect(&node, &pod, "app").saw() == "mesh").then_some(()));
+    agent.until("the proof", |agent| (repairs(&agent.metrics(), "success") == 1).then_some(()));
+    let metrics = agent.metrics();
+    assert_eq!(metrics.sum("remedy_actions_total", &[("action", "evict")]), 0, "{metrics:?}");
+    assert_eq!((repairs(&metrics, "failed"), repairs(&metrics, "impossible")), (0, 0), "{metrics:?}");
+    assert!(agent.terminate().success());
+    node.stop().unwrap();
+}
+
 #[test]
 fn many_pods_that_started_before_the_plugin_are_all_repaired() {
     const PODS: usize = 30;

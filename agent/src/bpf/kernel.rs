@@ -302,7 +302,11 @@ impl Kernel {
         // First of all: where the pins are out of sight, as after an unmount, the programs go on, and others beside them
         // would count each connection twice until this one fails to pin them.
         if let Some(dir) = pin.parent() {
-            fs::metadata(dir).map_err(|source| BpfError::Pin { what: "pin into", path: dir.into(), source })?;
+            fs::metadata(dir).map_err(|source| BpfError::Pin {
+                what: "pin into",
+                path: dir.into(),
+                source,
+            })?;
         }
         let cgroup = File::open(&parent.path).map_err(|source| BpfError::Pin {
             what: "open",

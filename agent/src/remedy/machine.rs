@@ -22,6 +22,8 @@ const RETRY: Duration = Duration::from_secs(1);
 const EVICT_RETRY: Duration = Duration::from_secs(10);
 /// The longest pause between two tries for one pod.
 const MAX_RETRY: Duration = Duration::from_secs(600);
+/// The longest pause before a repair that lacks something of the node is tried again.
+const MAX_WAIT: Duration = Duration::from_secs(30);
 /// A missing permission is looked for again after this.
 const FORBIDDEN: Duration = Duration::from_secs(600);
 /// A connection that was begun before the repair may still be counted for so long.
@@ -75,6 +77,8 @@ struct Case {
     phase: Phase,
     labelled: bool,
     repairs: u32,
+    /// How often a repair could not be tried since the node lacked something.
+    waits: u32,
     tries: u32,
     /// What it was put off for since it was last acted upon (bits of [`End`]), so that each is counted once.
     put_off: u32,
@@ -83,7 +87,16 @@ struct Case {
 
 impl Case {
     fn new(pod: Arc<Pod>) -> Self {
-        Self { pod, phase: Phase::New, labelled: false, repairs: 0, tries: 0, put_off: 0, queue: Vec::new() }
+        Self {
+            pod,
+            phase: Phase::New,
+            labelled: false,
+            repairs: 0,
+            waits: 0,
+            tries: 0,
+            put_off: 0,
+            queue: Vec::new(),
+        }
     }
 }
 
@@ -286,7 +299,9 @@ impl Machine {
             return;
         }
         self.breaker.starts();
-        self.say(case, Saying::Repairing);
+        if case.waits == 0 {
+            self.say(case, Saying::Repairing);
+        }
         case.queue.push(Action::Repair);
         case.put_off = 0;
         case.phase = Phase::Repairing;
@@ -358,6 +373,18 @@ impl Machine {
                 // Nothing will make it possible for this pod.
                 case.repairs = self.limits.repair_attempts;
                 (End::Impossible, detail)
+            }
+            Repaired::NotYet { detail } => {
+                self.breaker.neither();
+                // No attempt: a pod that is evicted now could not start either. Said and counted once.
+                if case.waits == 0 {
+                    self.metrics.count(Kind::Repair, End::NotReady);
+                    self.say(case, Saying::RepairFailed { detail, last: false });
+                }
+                let pause = back_off(RETRY, case.waits, MAX_WAIT);
+                case.waits += 1;
+                case.phase = Phase::Later(now + jitter(pause, seed(case.pod.uid)), Next::Repair);
+                return;
             }
             Repaired::Unproven { detail } => (End::Unproven, detail),
             Repaired::Failed { detail } => (End::Failed, detail),

@@ -40,6 +40,8 @@ pub enum End {
     Unconfirmed,
     /// Cannot be tried for this pod.
     Impossible,
+    /// The node lacks the mesh's plugin or its entry at this moment.
+    NotReady,
     /// The node's gate is closed.
     GateClosed,
     /// The budget of the node or the workload is used up.
@@ -90,6 +92,7 @@ impl End {
             Self::Unproven => "unproven",
             Self::Unconfirmed => "unconfirmed",
             Self::Impossible => "impossible",
+            Self::NotReady => "not_ready",
             Self::GateClosed => "gate_closed",
             Self::RateLimited => "rate_limited",
             Self::Paused => "paused",

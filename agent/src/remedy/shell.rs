@@ -180,6 +180,9 @@ async fn repair(hands: &Hands, pod: &Pod, limit: Duration) -> Repaired {
         (Ok(()), Said::NotRedirected(detail)) => Repaired::Unproven { detail },
         (Ok(()), Said::Unknown(detail)) => Repaired::Unconfirmed { detail },
         (Err(RepairError::Gone), _) => Repaired::Gone,
+        (Err(error @ (RepairError::NotInstalled { .. } | RepairError::NotProtected)), _) => {
+            Repaired::NotYet { detail: error.detail() }
+        }
         (Err(error @ (RepairError::Impossible(_) | RepairError::Hidden(_) | RepairError::Enter(_))), _) => {
             Repaired::Impossible { detail: error.detail() }
         }

@@ -93,6 +93,8 @@ pub enum Repaired {
     TimedOut { detail: String },
     /// It cannot be tried here.
     Impossible { detail: String },
+    /// It cannot be tried at this moment: the node lacks what the plugin needs.
+    NotYet { detail: String },
     /// The pod is no more.
     Gone,
 }

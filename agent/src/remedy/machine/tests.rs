@@ -251,6 +251,22 @@ fn retries_of_a_repair_are_spaced_and_counted_by_how_they_failed() {
     assert_eq!(world.run(600 * S, "evict"), 0);
 }
 
+/// The mesh's installer is late: a pod that is evicted meanwhile could not start either.
+#[test]
+fn a_plugin_that_is_not_installed_yet_is_waited_for_and_nobody_is_evicted() {
+    let mut world = World::new(all_on(), 1);
+    world.repair = Repaired::NotYet { detail: "linkerd-cni is not in /opt/cni/bin".into() };
+    assert_eq!(world.at_once(), "say detected, label, say repairing, repair, say repairfailed");
+    assert_eq!(world.run(3600 * S, "evict"), 0);
+    let tries = world.did.iter().filter(|did| *did == "repair").count();
+    assert!((90..=130).contains(&tries), "{tries}");
+    assert_eq!(world.did.iter().filter(|did| did.starts_with("say")).count(), 0, "said once");
+    assert_eq!(world.counts(), "repair:not_ready=1");
+    world.did.clear();
+    world.repair = Repaired::Proven { took: S };
+    assert_eq!(world.after(40 * S).join(", "), "repair, say repaired, unlabel");
+}
+
 #[test]
 fn a_repair_that_nobody_can_confirm_is_no_failure_until_it_bypasses_again() {
     let mut world = World::new(all_on(), 1);

@@ -56,6 +56,9 @@ pub enum RepairError {
         "cannot enter the container runtime's namespaces: {0}; SYS_ADMIN, SYS_CHROOT and SYS_PTRACE are needed"
     )]
     Enter(io::Error),
+    /// The plugin itself is missing: its installer may be late, or gone.
+    #[error("{plugin} is not in {dirs}: the mesh's CNI installer has to put it there")]
+    NotInstalled { plugin: String, dirs: String },
     /// The pod cannot be called for.
     #[error("{0}")]
     Impossible(String),
@@ -221,7 +224,7 @@ fn perform(
 ) -> Result<(), RepairError> {
     let Some(program) = run::find(&call.plugin, bin_dirs) else {
         let dirs: Vec<String> = bin_dirs.iter().map(|dir| dir.display().to_string()).collect();
-        return Err(RepairError::Impossible(format!("{} is not in {}", call.plugin, dirs.join(", "))));
+        return Err(RepairError::NotInstalled { plugin: call.plugin.clone(), dirs: dirs.join(", ") });
     };
     let start = |source| RepairError::Start { path: program.clone(), source };
     let plugin = call.plugin.clone();

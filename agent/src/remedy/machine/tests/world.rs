@@ -99,7 +99,7 @@ impl World {
     }
 
     pub fn counts(&self) -> String {
-        const ENDS: [End; 18] = [
+        const ENDS: [End; 19] = [
             End::Success,
             End::DryRun,
             End::Failed,
@@ -107,6 +107,7 @@ impl World {
             End::Unproven,
             End::Unconfirmed,
             End::Impossible,
+            End::NotReady,
             End::GateClosed,
             End::RateLimited,
             End::Paused,
