@@ -443,7 +443,13 @@ fn linkerds_own_plugin_repairs_a_running_pod() {
     assert_eq!(connect(&node, &pod, "app").saw(), "plain");
     let cluster = Cluster::new(&node, &[&pod]);
     let mut entry = node.mesh_entry();
-    entry["kubernetes"]["kubeconfig"] = json!(cluster.kubeconfig);
+    // The plugin asks for the context by this name.
+    let mut kubeconfig: Value = serde_json::from_str(&cluster.server.kubeconfig()).unwrap();
+    kubeconfig["contexts"][0]["name"] = json!("linkerd-cni-context");
+    kubeconfig["current-context"] = json!("linkerd-cni-context");
+    let plugins = node.base_dir().join("ZZZ-linkerd-cni-kubeconfig");
+    fs::write(&plugins, kubeconfig.to_string()).unwrap();
+    entry["kubernetes"]["kubeconfig"] = json!(plugins);
     entry.as_object_mut().unwrap().shift_remove("testkit");
     let agent = cluster.start(repairing_launch(&node, &entry, "30"));
     recognised(&agent, &pod);
