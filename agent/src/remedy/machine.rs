@@ -3,6 +3,8 @@
 //! bypassing → Event and label → the node's gate is open and the grace time over → repair in place → proven, or → evict.
 //! With the gate closed nothing is done but to say so: the pod's successor would bypass as well.
 
+mod case;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +15,7 @@ use super::metrics::{End, Kind, Metrics, Stage};
 use super::policy::{Remedies, Step};
 use super::subject::{Evicted, Inspected, Outcome, Owner, Pod, Repaired, Seen, Subject, Workload};
 use crate::pods::PodUid;
+use case::{Case, Next, Phase};
 
 /// Repairs under way at the same time.
 pub const PARALLEL: usize = 4;
@@ -30,75 +33,6 @@ const FORBIDDEN: Duration = Duration::from_secs(600);
 const SLACK: Duration = Duration::from_secs(2);
 /// A pod that was well for this long begins with new attempts.
 const FORGIVEN: Duration = Duration::from_secs(600);
-
-/// The step that comes next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Next {
-    Repair,
-    Evict,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Phase {
-    New,
-    Announced(Instant),
-    Later(Instant, Next),
-    Repairing,
-    Inspecting,
-    Evicting(Workload),
-    /// It is redirected since then.
-    Healed(Instant),
-    /// It was evicted, or is gone.
-    Leaving,
-    /// Nothing more can be done.
-    Over,
-}
-
-impl Phase {
-    fn stage(&self) -> Stage {
-        match self {
-            Self::New | Self::Announced(_) | Self::Later(..) => Stage::Waiting,
-            Self::Repairing => Stage::Repairing,
-            Self::Inspecting | Self::Evicting(_) => Stage::Evicting,
-            Self::Healed(_) => Stage::Healed,
-            Self::Leaving => Stage::Leaving,
-            Self::Over => Stage::Helpless,
-        }
-    }
-
-    fn is_busy(&self) -> bool {
-        matches!(self, Self::Repairing | Self::Inspecting | Self::Evicting(_))
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Case {
-    pod: Arc<Pod>,
-    phase: Phase,
-    labelled: bool,
-    repairs: u32,
-    /// How often a repair could not be tried since the node lacked something.
-    waits: u32,
-    tries: u32,
-    /// What it was put off for since it was last acted upon (bits of [`End`]), so that each is counted once.
-    put_off: u32,
-    queue: Vec<Action>,
-}
-
-impl Case {
-    fn new(pod: Arc<Pod>) -> Self {
-        Self {
-            pod,
-            phase: Phase::New,
-            labelled: false,
-            repairs: 0,
-            waits: 0,
-            tries: 0,
-            put_off: 0,
-            queue: Vec::new(),
-        }
-    }
-}
 
 /// All bypassing pods of the node.
 #[derive(Clone, Debug)]
