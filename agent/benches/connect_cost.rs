@@ -80,8 +80,9 @@ impl Candidate {
             Self::Nothing | Self::Again | Self::Nobypass => {}
             Self::NftSkuid => nft(&format!("meta skuid != {PROXY_UID}")),
             Self::NftCgroup => {
-                let below = proxy.path().strip_prefix(v2_root().unwrap()).unwrap();
-                let (level, path) = (below.components().count(), below.display());
+                let level = proxy.path().strip_prefix(v2_root().unwrap()).unwrap().components().count();
+                // nft looks for the path below /sys/fs/cgroup, wherever cgroup v2 is mounted.
+                let path = proxy.path().strip_prefix("/sys/fs/cgroup").unwrap().display();
                 nft(&format!("socket cgroupv2 level {level} != \"{path}\""));
             }
             Self::Iptables => {

@@ -57,7 +57,9 @@ fn main() -> ExitCode {
         maps.set_policy(id, &PodPolicy { kind: PodKind::Meshed.code(), ..known }).unwrap();
         let traffic = Traffic::new().netns(&net.ns).cgroup(&app);
         for _ in 0..LINES {
-            let sum = |agent: &Agent| agent.metrics().sum("bypass_connections_total", &[]);
+            // Of the node: no runtime has named the pod.
+            let sum =
+                |agent: &Agent| agent.metrics().sum("kernel_counts_total", &[("counter", "not_redirected")]);
             let (sum_before, lines_before) = (sum(&agent), lines(&agent));
             std::thread::scope(|scope| {
                 scope.spawn(|| traffic.run(&[&"tcp4", &FAR4, &PORT]).unwrap());
