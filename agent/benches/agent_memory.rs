@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use nobypass_testkit::apiserver::{ApiServer, Pod as Object};
-use nobypass_testkit::figures::Figure;
+use nobypass_testkit::figures::{Figure, argument};
 use nobypass_testkit::wait;
 use support::agent::Agent;
 use support::crowd::{self, Member, NODE};
@@ -73,13 +73,8 @@ fn report(agent: &Agent, pods: usize, seconds: u64) -> bool {
     memory_kept && time_kept
 }
 
-fn number(name: &str, default: u64) -> u64 {
-    let text = std::env::args().skip_while(|arg| arg != name).nth(1);
-    text.map_or(default, |text| text.parse().unwrap())
-}
-
 fn main() -> ExitCode {
-    let (pods, seconds) = (number("--pods", 250), number("--seconds", 20));
+    let (pods, seconds) = (argument("--pods", 250).unwrap(), argument("--seconds", 20).unwrap());
     let machine = Machine::new();
     let server = ApiServer::start().unwrap();
     let kubeconfig = machine.home.path().join("kubeconfig");

@@ -27,7 +27,7 @@ use nobypass::bpf::Maps;
 use nobypass_common::abi::PodPolicy;
 use nobypass_common::ids::PodKind;
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos, Scratch, v2_root};
-use nobypass_testkit::figures::{Figure, Samples};
+use nobypass_testkit::figures::{Figure, Samples, argument};
 use nobypass_testkit::netns::{FAR4, PodNet, World};
 use nobypass_testkit::redirect::{Variant, apply_redirect};
 use nobypass_testkit::traffic::{Running, Traffic};
@@ -150,11 +150,6 @@ impl Subject {
     }
 }
 
-fn number(name: &str, default: u32) -> u32 {
-    let text = std::env::args().skip_while(|arg| arg != name).nth(1);
-    text.map_or(default, |text| text.parse().unwrap())
-}
-
 /// Prints a setting's figures, and says whether the promises are kept.
 fn measure(machine: &Machine, setting: Setting, what: &str, rounds: u32, connections: u32) -> bool {
     let world = World::new("cost").unwrap();
@@ -209,7 +204,8 @@ fn measure(machine: &Machine, setting: Setting, what: &str, rounds: u32, connect
 }
 
 fn main() -> ExitCode {
-    let (rounds, connections) = (number("--rounds", 15), number("--connections", 4_000));
+    let (rounds, connections) =
+        (argument("--rounds", 15).unwrap(), argument("--connections", 4_000).unwrap());
     let machine = Machine::new();
     let agent = machine.launch().start().attached();
     let mut kept = measure(&machine, Setting::NotMeshed, "a pod without a mesh", rounds, connections);

@@ -19,7 +19,7 @@ use nobypass::sys::clock::monotonic_ns;
 use nobypass_common::abi::PodPolicy;
 use nobypass_common::ids::{PodKind, V4};
 use nobypass_testkit::cgroup::Qos;
-use nobypass_testkit::figures::{Figure, Samples};
+use nobypass_testkit::figures::{Figure, Samples, argument};
 use nobypass_testkit::netns::{FAR4, world_with_pod};
 use nobypass_testkit::traffic::Traffic;
 use nobypass_testkit::wait;
@@ -32,17 +32,12 @@ const PROMISE: f64 = 20.0;
 /// Lines that a pod may log in a short time; then it is another pod's turn.
 const LINES: u64 = 5;
 
-fn number(name: &str, default: u64) -> u64 {
-    let text = std::env::args().skip_while(|arg| arg != name).nth(1);
-    text.map_or(default, |text| text.parse().unwrap())
-}
-
 fn lines(agent: &Agent) -> usize {
     agent.log().matches("a meshed pod's connection bypasses its proxy").count()
 }
 
 fn main() -> ExitCode {
-    let bypasses = number("--bypasses", 300);
+    let bypasses: u64 = argument("--bypasses", 300).unwrap();
     let machine = Machine::new();
     let (world, net) = world_with_pod("detection").unwrap();
     let _server = Traffic::new().netns(world.far()).server(&[PORT]).unwrap();

@@ -28,7 +28,7 @@ use nobypass::bpf::Maps;
 use nobypass_common::abi::{POD_FASTFAIL4, POD_FASTFAIL6, PodName, PodPolicy};
 use nobypass_common::ids::PodKind;
 use nobypass_testkit::cgroup::{Cgroup, Pod, Qos};
-use nobypass_testkit::figures::Figure;
+use nobypass_testkit::figures::{Figure, argument};
 use nobypass_testkit::netns::{FAR4, FAR6, PodNet, World, world_with_pod};
 use nobypass_testkit::proc::{self, Proc};
 use nobypass_testkit::redirect::{Variant, apply_redirect};
@@ -125,8 +125,7 @@ fn first_of_all() {
 
 fn main() -> ExitCode {
     first_of_all();
-    let tries = std::env::args().skip_while(|arg| arg != "--tries").nth(1);
-    let tries: usize = tries.map_or(1000, |text| text.parse().unwrap());
+    let tries: usize = argument("--tries", 1000).unwrap();
     let load = std::fs::read_to_string("/proc/loadavg").unwrap();
     println!("{tries} tries each; load of the machine {}", load.trim());
     let mut kept = true;

@@ -20,7 +20,7 @@ use std::process::ExitCode;
 use nobypass_common::abi::{CONFIG_JUDGE_NON_TCP, PodPolicy};
 use nobypass_common::ids::{Counter, PodKind};
 use nobypass_testkit::bpf::{Skb, empty_program, test_run};
-use nobypass_testkit::figures::Figure;
+use nobypass_testkit::figures::{Figure, argument};
 use support::lab::{DEVICE, Lab, with_lab};
 use support::packets::{ACK, SYN, tcp, udp, v4, v6};
 
@@ -96,10 +96,6 @@ fn cost(lab: &mut Lab, empty: &OwnedFd, case: &Case, repeat: u32) -> i64 {
 /// `--name value` of the command line.
 fn option(name: &str) -> Option<String> {
     std::env::args().skip_while(|arg| arg != name).nth(1)
-}
-
-fn number(name: &str, default: u32) -> u32 {
-    option(name).map_or(default, |text| text.parse().unwrap())
 }
 
 /// Prints the figures, and says whether every promise is kept.
@@ -187,7 +183,7 @@ impl std::fmt::Display for Spread {
 }
 
 fn main() -> ExitCode {
-    let (rounds, repeat) = (number("--rounds", 9), number("--repeat", 1_000_000));
+    let (rounds, repeat) = (argument("--rounds", 9).unwrap(), argument("--repeat", 1_000_000).unwrap());
     let against = option("--against").map(|path| {
         let bytes = std::fs::read(&path);
         bytes.unwrap_or_else(|error| panic!("{path}: {error}"))

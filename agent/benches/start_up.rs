@@ -16,17 +16,12 @@ mod support {
 use std::time::Instant;
 
 use nobypass_testkit::apiserver::ApiServer;
-use nobypass_testkit::figures::{Figure, Samples};
+use nobypass_testkit::figures::{Figure, Samples, argument};
 use support::crowd::{self, Member, NODE};
 use support::machine::Machine;
 
-fn number(name: &str, default: u64) -> u64 {
-    let text = std::env::args().skip_while(|arg| arg != name).nth(1);
-    text.map_or(default, |text| text.parse().unwrap())
-}
-
 fn main() {
-    let (pods, starts) = (number("--pods", 250), number("--starts", 10));
+    let (pods, starts) = (argument("--pods", 250).unwrap(), argument("--starts", 10).unwrap());
     let machine = Machine::new();
     let server = ApiServer::start().unwrap();
     let kubeconfig = machine.home.path().join("kubeconfig");

@@ -3,10 +3,20 @@
 use std::fs::File;
 use std::io::{self, Write as _};
 
+use anyhow::{Context as _, Result};
 use serde_json::json;
 
 /// Names the file to which each figure is appended, as a line of JSON. `cargo xtask bench` sets it.
 pub const FILE_ENV: &str = "NOBYPASS_FIGURES";
+
+/// The value after `name` on a benchmark's command line; `default` where it is not given.
+///
+/// # Errors
+/// When what is given is no such value.
+pub fn argument<T: std::str::FromStr>(name: &str, default: T) -> Result<T> {
+    let Some(text) = std::env::args().skip_while(|arg| arg != name).nth(1) else { return Ok(default) };
+    text.parse().ok().with_context(|| format!("{name} {text}: no such value"))
+}
 
 /// What was measured, in the words of the README's table.
 #[derive(Clone, Debug)]
